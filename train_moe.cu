@@ -353,6 +353,8 @@ static void open_model(Run* r) {
         model_begin(r->model, r->world);
     if (r->saved >= s->steps)
         printf("nothing to do: the run has %ld steps, --steps is %ld; a larger one goes on\n", r->saved, s->steps);
+    else if (r->saved)
+        report_schedule(s, r->saved);
     free(out);
 }
 
@@ -417,7 +419,7 @@ int main(int argc, char** argv) {
     } else if (asks) {
         if (!s->help) puts(version_text());
     } else if (s->dry_run) {
-        report_dry_run(s);
+        report_dry_run(s, ranks_count(r.world));
     } else {
         use_model(r.world, s);
     }

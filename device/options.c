@@ -94,24 +94,63 @@ static int distance(const char* a, const char* b) {
     return row[n];
 }
 
+// Names of nanoGPT, llm.c, transformers, Megatron-LM, torchtitan and LitGPT, and what replaces them.
+static const char* const others[][2] = {
+    {"model", "config|model-name"},
+    {"layers", "num-layers|n-layer|num-hidden-layers|depth"},
+    {"dim", "hidden-size|n-embd|d-model"},
+    {"heads", "n-head|num-heads|num-attention-heads"},
+    {"dense-ffn", "ffn-hidden-size|intermediate-size"},
+    {"expert-ffn", "moe-intermediate-size|moe-ffn-hidden-size"},
+    {"experts", "num-experts|n-routed-experts"},
+    {"top-k", "moe-router-topk|num-experts-per-tok"},
+    {"init", "init-from|pretrained|finetune|load"},
+    {"sample", "generate"},
+    {"train", "data|data-path|data-dir|dataset|train-data|input-bin"},
+    {"val", "valid|valid-data|val-data|input-val-bin"},
+    {"seq-len", "context|context-length|ctx-len|block-size|sequence-length|max-length"},
+    {"batch", "batch-size|micro-batch-size|per-device-train-batch-size|local-batch-size"},
+    {"tokens-per-step",
+     "gradient-accumulation-steps|grad-accum|grad-accumulation-steps|global-batch-size|total-batch-size"},
+    {"steps", "max-steps|max-iters|num-iterations|iters|train-iters|epochs|num-train-epochs"},
+    {"out", "output|output-dir|out-dir|save|save-dir|checkpoint-dir"},
+    {"resume", "resume-from-checkpoint|continue"},
+    {"save-every", "save-steps|save-interval|checkpoint-interval"},
+    {"val-every", "eval-interval|eval-steps|val-interval"},
+    {"keep", "save-total-limit"},
+    {"lr", "learning-rate|max-lr"},
+    {"final-lr-frac", "min-lr"},
+    {"warmup", "warmup-steps|warmup-iters|lr-warmup-steps|warmup-ratio"},
+    {"schedule", "lr-scheduler-type|lr-decay-style"},
+    {"weight-decay", "wd"},
+    {"beta1", "adam-beta1"},
+    {"beta2", "adam-beta2"},
+    {"clip", "grad-clip|clip-grad|max-grad-norm|gradient-clipping"},
+    {"ep", "expert-parallel-size|expert-model-parallel-size|expert-parallel-degree"},
+    {"shard", "fsdp|zero-stage"},
+    {"precision", "dtype|bf16|fp8|mixed-precision"},
+    {"recompute", "gradient-checkpointing|activation-checkpointing|recompute-activations"},
+};
+
 // Ends the run. The hint is an option that replaces the name of another program's option. Else it is an option that
 // differs in at most a third of its letters.
 static NORETURN void unknown_option(const Option* table, int count, const char* name) {
-    static const char* const synonyms[][2] = {
-        {"learning-rate", "lr"},    {"max-steps", "steps"},    {"batch-size", "batch"}, {"hidden-size", "dim"},
-        {"num-layers", "layers"},   {"depth", "layers"},       {"output", "out"},       {"data", "train"},
-        {"dtype", "precision"},     {"max-lr", "lr"},          {"context", "seq-len"},  {"wd", "weight-decay"},
-        {"num-experts", "experts"}, {"warmup-steps", "warmup"}};
+    // Some programs write _ for -.
+    char* dashed = host_strdup(name);
+    for (char* c = dashed; *c; c++)
+        if (*c == '_') *c = '-';
+    // The nearest option, or what replaces this very name.
     const char* hint = NULL;
     int least = (int)strlen(name) / 3 + 1;
     for (int i = 0; i < count; i++) {
-        const int apart = distance(table[i].name, name);
+        const int apart = distance(table[i].name, dashed);
         if (apart >= least) continue;
         least = apart;
         hint = table[i].name;
     }
-    for (size_t i = 0; i < sizeof(synonyms) / sizeof(synonyms[0]); i++)
-        if (strcmp(synonyms[i][0], name) == 0) hint = synonyms[i][1];
+    for (size_t i = 0; i < sizeof(others) / sizeof(others[0]); i++)
+        if (choice_index(others[i][1], dashed) >= 0) hint = others[i][0];
+    free(dashed);
     if (hint) die(EXIT_USAGE, "unknown option --%s; did you mean --%s? (--help all lists all)", name, hint);
     die(EXIT_USAGE, "unknown option --%s (--help all lists all)", name);
 }

@@ -18,9 +18,9 @@ static void* wait_at(void* gate) {
 
 void threads_check(void) {
     int threads = omp_get_max_threads(), started = 1, error = 0;  // started includes the main thread
-    if (threads > MOST) {
+    if (threads > MOST || threads < 1) {                          // below 1: the variable exceeds an int
         if (getenv("OMP_NUM_THREADS"))
-            die(EXIT_USAGE, "OMP_NUM_THREADS asks for %d threads; it can be 1 to %d", threads, MOST);
+            die(EXIT_USAGE, "OMP_NUM_THREADS asks for %s threads; it can be 1 to %d", getenv("OMP_NUM_THREADS"), MOST);
         omp_set_num_threads(threads = MOST);
     }
 

@@ -29,6 +29,7 @@
 //
 //   m is constant where |g - m| <= h |m| / (1 - b1)
 //     b1 = 0.9     4 %, where g varies by more than m from step to step anyway
+//     b1 = 0.98    20 %; the run prints a warning above it, also for Muon's momentum
 #pragma once
 
 #include <math.h>

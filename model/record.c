@@ -22,7 +22,7 @@ char* record_json(const Settings* s) {
         free(quoted);
         free(text);
     }
-    host_append(&json, "}");
+    host_append(&json, ", \"warmup-steps\": %.17g}", s->warmup_steps);
     return json;
 }
 
@@ -109,6 +109,9 @@ static Settings recorded(const Json* record, const char* out) {
     was.optimizer = record_optimizer(record);  // before --optimizer it was AdamW
     if (!json_get(record, "balance")) was.balance = was.bias_rate > 0 ? BALANCE_DEEPSEEK : BALANCE_NONE;
     settings_preset(&was, PRECISION_BF16);
+    Settings usual = settings_defaults(&was);
+    if (!json_get(record, "muon-lr")) was.muon_lr = usual.muon_lr;
+    settings_free(&usual);
     free(where);
     return was;
 }
@@ -125,11 +128,21 @@ void record_recall(const Json* record, Settings* s) {
         options_set(o, s, text, "");
         free(text);
     }
+    // Other --steps change the schedule, but not the warm-up: it is behind, or has begun. Older records lack its steps.
+    const Json* warmup = json_get(record, "warmup-steps");
+    s->warmup_steps = warmup ? warmup->number : settings_warmup(&was);
+    s->steps_before = was.steps;
     if (json_int(record, "even-start", 0))
         printf(
             "options    --even-start of the checkpoint no longer exists: from here on routers select by their scores "
             "and biases, with --balance %s\n",
             was.balance == BALANCE_DEEPSEEK ? "deepseek" : "none");
+    // Programs that recorded --even-start had another bias rule.
+    if (json_get(record, "even-start") && was.bias_rate > 0)
+        printf(
+            "options    the checkpoint's biases moved by --bias-rate times 1 - load / mean load; from here on by "
+            "--bias-rate "
+            "up or down\n");
     settings_free(&was);
 }
 

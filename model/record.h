@@ -11,7 +11,7 @@
 #include "model/settings.h"
 #include "parallel/ranks.h"
 
-// All options as one JSON object, in fresh memory.
+// All options as one JSON object, in fresh memory, and as its last member "warmup-steps", the steps of the warm-up.
 char* record_json(const Settings* settings);
 // The log's first line: the same, and "build", "host" (this one) and "device". In fresh memory.
 char* record_line(const Settings* settings, const char* build, const char* device);
@@ -21,7 +21,7 @@ char* record_line(const Settings* settings, const char* build, const char* devic
 Json* record_manifest(Ranks* world, const char* out);
 
 // Options that are not given get their recorded values, except those that a given --precision sets. (--model and the
-// options that it sets are recorded one by one.)
+// options that it sets are recorded one by one.) The warm-up is the recorded one, whatever --steps.
 void record_recall(const Json* record, Settings* settings);
 
 // The optimizer of a record: AdamW where it names none.

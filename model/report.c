@@ -1,5 +1,5 @@
 // --dry-run plans a model as a run does, with the same tables of buffers, but allocates nothing. It prints the memory
-// that a run takes. report_fit and check_memory do the same for one build. They try other options if it does not fit.
+// that a run takes. Where that does not fit, --dry-run and check_memory try other options.
 #include "model/report.h"
 
 #include <math.h>
@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "device/check.h"
+#include "parallel/checkpoint.h"
 #include "parallel/ranks.h"
 
 // 15.71e9, 1.864e6: four digits, exponents in steps of three.
@@ -50,23 +51,32 @@ static size_t report_line(const char* name, size_t bytes) {
 
 // The buffers of one name are one line: how many, their bytes, and bytes a token where they grow with tokens.
 static size_t report_arena(const Arena* arena, int64_t tokens) {
-    size_t total = report_line(arena->purpose, arena_bytes(arena));
+    typedef struct Line {
+        const ArenaEntry* first;
+        int times;
+        double bytes;
+    } Line;
+    // There are some dozens of names, however many layers.
+    Line* lines = (Line*)host_alloc((size_t)arena->count * sizeof(Line));
+    int count = 0;
     for (int i = 0; i < arena->count; i++) {
         const ArenaEntry* e = &arena->entries[i];
-        double bytes = 0;
-        int times = 0, first = i;
-        for (int j = arena->count - 1; j >= 0; j--) {
-            const ArenaEntry* other = &arena->entries[j];
-            if (strcmp(other->name, e->name) != 0) continue;
-            first = j;
-            times++;
-            bytes += (double)other->count * (double)element_bytes(other->element, arena->backend);
-        }
-        if (first < i || bytes == 0) continue;
-        printf("    %-36s x %-7d %12.3f MiB", e->name, times, bytes / 0x1p20);
-        if (e->per_token) printf("  %12.1f bytes a token", bytes / (double)tokens);
+        int k = 0;
+        while (k < count && strcmp(lines[k].first->name, e->name) != 0) k++;
+        if (k == count) lines[count++].first = e;
+        lines[k].times++;
+        lines[k].bytes += (double)e->count * (double)element_bytes(e->element, arena->backend);
+    }
+
+    // The purpose, and then its buffers.
+    size_t total = report_line(arena->purpose, arena_bytes(arena));
+    for (const Line* l = lines; l < lines + count; l++) {
+        if (l->bytes == 0) continue;
+        printf("    %-36s x %-7d %12.3f MiB", l->first->name, l->times, l->bytes / 0x1p20);
+        if (l->first->per_token) printf("  %12.1f bytes a token", l->bytes / (double)tokens);
         printf("\n");
     }
+    free(lines);
     return total;
 }
 
@@ -144,57 +154,96 @@ static char* what_fits(const Settings* s, int rank, size_t available, Backend bu
     return list;
 }
 
-// Whether a rank fits on a GPU of --gpu-memory GiB, or on the one at hand; nothing where neither is known.
-static void report_fit(const Settings* s) {
-    const size_t given = (size_t)(s->gpu_memory * 0x1p30), left = given < CUDA_CONTEXT ? 0 : given - CUDA_CONTEXT;
-    if (!given && BACKEND != BACKEND_CUDA) return;
-    const size_t available = given ? left : device_free_memory(1), bytes = memory_needed(s, 0, BACKEND_CUDA);
-    if (!given && !available) return;
-    const int fits = bytes <= available;
-    char* others = fits ? host_strdup("") : what_fits(s, 0, available, BACKEND_CUDA);
-    printf("\nmemory     %.2f GiB are needed besides the CUDA context, %.2f GiB are %s: it %s%s\n",
-           (double)bytes / 0x1p30, (double)available / 0x1p30, given ? "left" : "free", fits ? "fits" : "does not fit",
-           others);
-    free(others);
+// Ends the run, with the options with which it would fit. left: "free", for example.
+static NORETURN void does_not_fit(const Settings* s, int rank, Backend build, size_t needed, size_t available,
+                                  const char* left) {
+    die(EXIT_FAILED, "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run lists all), %.2f GiB are %s%s",
+        (double)needed / 0x1p30, (double)memory_estimated(s, build) / 0x1p30, (double)available / 0x1p30, left,
+        what_fits(s, rank, available, build));
 }
 
-void report_dry_run(const Settings* s) {
-    // Options and model.
-    options_print(settings_table, settings_count, s, NULL);
-    printf("\n");
+// Bytes of the tensors of a checkpoint: weights, and two moments, or Muon's momentum.
+static double checkpoint_bytes(const Model* m) {
+    const Settings* s = &m->settings;
+    const double weight = (double)st_dtype_bytes(CHECKPOINT_DTYPE), moment = s->moments ? 2 : weight;
+    double bytes = 0;
+    for (int u = 0; u < params_units(&m->config); u++) {
+        Param list[PARAMS];
+        const int count = params_list(list, &m->config, m->units[u].kind);
+        for (int i = 0; i < count; i++) {
+            const Param* p = &list[i];
+            const int64_t copies = param_buffer(p->id) == EXPERT_PARAMS ? m->config.E : 1;
+            const int moments = s->optimizer == MUON && p->by == MUON ? 1 : 2;
+            bytes += (double)(copies * p->rows * p->columns) * (weight + moments * moment);
+        }
+    }
+    return bytes;
+}
+
+static const char* const names[] = {"CPU", "CUDA"};  // by Backend
+
+// The memory of a rank, item by item.
+static void report_items(const Model* m, Backend build) {
+    const int64_t ranks = m->settings.ranks;
+    size_t total = 0;
+    printf("\nmemory of each of %ld rank%s, %s build (weights and activations in %s), %ld tokens a micro-step\n", ranks,
+           ranks == 1 ? "" : "s", names[build], build == BACKEND_CPU ? "float32" : "bf16", m->B * m->T);
+    for (int i = 0; i < ARENAS; i++) total += report_arena(&m->arena[i], m->B * m->T);
+    total +=
+        report_line(build == BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)", model_workspace(m));
+    if (build == BACKEND_CUDA)
+        total += report_line("CUDA context and libraries (estimated)", CUDA_CONTEXT + CUDA_LIBRARIES);
+    if (build == BACKEND_CUDA && ranks > 1) total += report_line("NCCL connections (estimated)", nccl_memory(ranks));
+    printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, (double)total / 0x1p30);
+}
+
+void report_dry_run(const Settings* s, int running) {
+    // The plan is for a GPU of --gpu-memory, or for this machine. Nothing is known of machines for other --ranks.
+    const size_t given = (size_t)(s->gpu_memory * 0x1p30);
+    const Backend build = given ? BACKEND_CUDA : BACKEND, other = build == BACKEND_CPU ? BACKEND_CUDA : BACKEND_CPU;
+    size_t available = 0;  // 0: not known
+    if (given)
+        available = given > CUDA_CONTEXT ? given - CUDA_CONTEXT : 1;
+    else if (BACKEND == BACKEND_CUDA || s->ranks == running)
+        available = device_free_memory(ranks_here());
+    const size_t needed = memory_needed(s, 0, build);
+    const bool fits = !available || needed <= available;
+    Model m;
+    model_plan(&m, s, 0, build);
+
+    // On one screen: memory, model, checkpoints.
+    const size_t context[2] = {0, CUDA_CONTEXT};
+    printf("memory     %s%.2f GiB a rank in the %s build",
+           !available ? ""
+           : fits     ? "fits: "
+                      : "does not fit: ",
+           (double)(needed + context[build]) / 0x1p30, names[build]);
+    if (available)
+        printf(", %.2f GiB %s", (double)(given ? given : available + context[build]) / 0x1p30,
+               given ? "on the GPU" : "free");
+    printf("; %.2f GiB in the %s build\n", (double)(memory_needed(s, 0, other) + context[other]) / 0x1p30,
+           names[other]);
     report_model(s);
     printf("           parameters %ld, active %ld, FLOPs a token %.6g\n", params_total(&s->model),
            params_active(&s->model), flops_per_token(&s->model, s->seq_len));
-    for (int b = BACKEND_CPU; b <= BACKEND_CUDA; b++) {
-        Model m;
-        model_plan(&m, s, 0, (Backend)b);
-        size_t total = 0;
+    const int64_t kept = max_i64(s->keep, 2) + 1;
+    const double checkpoint = checkpoint_bytes(&m) / 0x1p30;
+    if (!m.layout.frozen)
+        printf("checkpoint %.4g GiB; up to %ld at once with --keep %ld, one of them being written: %.4g GiB\n",
+               checkpoint, kept, s->keep, (double)kept * checkpoint);
+    printf("\n");
 
-        // Buffers by purpose, then other memory.
-        printf("\nmemory of each of %d rank%s, %s build (weights and activations in %s), %ld tokens a micro-step\n",
-               m.layout.ranks, m.layout.ranks == 1 ? "" : "s", b == BACKEND_CPU ? "CPU" : "CUDA",
-               b == BACKEND_CPU ? "float32" : "bf16", m.B * m.T);
-        for (int i = 0; i < ARENAS; i++) total += report_arena(&m.arena[i], m.B * m.T);
-        total += report_line(b == (int)BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)",
-                             model_workspace(&m));
-        if (b == BACKEND_CUDA)
-            total += report_line("CUDA context and libraries (estimated)", CUDA_CONTEXT + CUDA_LIBRARIES);
-        if (b == BACKEND_CUDA && s->ranks > 1)
-            total += report_line("NCCL connections (estimated)", nccl_memory(s->ranks));
-        printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, (double)total / 0x1p30);
-        model_plan_free(&m);
-    }
-    report_fit(s);
+    // All options, and all buffers.
+    options_print(settings_table, settings_count, s, NULL);
+    report_items(&m, build);
+    model_plan_free(&m);
+    if (!fits) does_not_fit(s, 0, build, needed, available, given ? "left besides the CUDA context" : "free");
 }
 
 void check_memory(const Settings* s, int rank) {
     // 0 is unknown: the run then starts without this check.
-    size_t available = device_free_memory(ranks_here()), bytes = memory_needed(s, rank, BACKEND);
-    if (available && bytes > available)
-        die(EXIT_FAILED,
-            "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run lists all), %.2f GiB are free%s",
-            (double)bytes / 0x1p30, (double)memory_estimated(s, BACKEND) / 0x1p30, (double)available / 0x1p30,
-            what_fits(s, rank, available, BACKEND));
+    const size_t available = device_free_memory(ranks_here()), needed = memory_needed(s, rank, BACKEND);
+    if (available && needed > available) does_not_fit(s, rank, BACKEND, needed, available, "free");
 }
 
 // Module k has T - k predictions in each window of T tokens.
@@ -235,6 +284,18 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
     char* name = host_printable(s->tokenizer, strlen(s->tokenizer), "");
     printf("tokenizer  %s, %d tokens\n", *name ? name : "bytes", tokenizer_size(tokenizer));
     free(name);
+}
+
+void report_schedule(const Settings* s, int64_t step) {
+    Settings was = *s;
+    was.steps = s->steps_before;
+    const double lr = settings_lr(s, step + 1), mtp = settings_mtp_weight(s, step + 1);
+    const int mtp_changes = s->model.mtp && mtp != settings_mtp_weight(&was, step + 1);
+    if (lr == settings_lr(&was, step + 1) && !mtp_changes) return;
+    printf("schedule   --steps was %ld and is %ld: learning rate %.4g at step %ld, %.4g at step %ld", was.steps,
+           s->steps, settings_lr(&was, step), step, lr, step + 1);
+    if (mtp_changes) printf("; MTP weight %.4g, then %.4g", settings_mtp_weight(&was, step), mtp);
+    printf("\n");
 }
 
 void report_device(const Model* m) {

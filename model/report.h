@@ -1,5 +1,5 @@
 // Output for the terminal: parameters, FLOPs and memory of a run, and the results of a step. --dry-run prints a table
-// for each build:
+// of the memory, after a summary:
 //
 //   activations kept for backward                          48.727 MiB
 //     residual before attention            x 4              4.000 MiB        2048.0 bytes a token
@@ -15,11 +15,16 @@
 
 // "15.71e9 parameters (2.66e9 active a token), 16.41e9 FLOPs a token"
 void report_model(const Settings* settings);
-// --dry-run: configuration, model, and the memory of a rank item by item, for the CPU and the CUDA build; then whether
-// it fits on a GPU of --gpu-memory GiB, or on the one found, and if not what would.
-void report_dry_run(const Settings* settings);
+// --dry-run: model, memory in both builds and whether it fits, and checkpoints; then the configuration, and the memory
+// of a rank item by item. The plan is this build's, for the GPU or machine at hand; with --gpu-memory it is the CUDA
+// build's, for such a GPU. Nothing is known of the machines for other --ranks than the `running` ones. Ends the run
+// with EXIT_FAILED if it does not fit.
+void report_dry_run(const Settings* settings, int running);
 // The training shards and the epochs of the run, and the tokenizer.
 void report_data(const Settings* settings, const Shards* train, const Tokenizer* tokenizer);
+// A run that goes on after `step` with other --steps: a line where these change the learning rate, or the weight of the
+// MTP losses, of the next step.
+void report_schedule(const Settings* settings, int64_t step);
 // The device, and whether steps run as CUDA graphs.
 void report_device(const Model* model);
 // On the device that was chosen, before any rank of this machine takes memory: ends the run where `rank` needs more

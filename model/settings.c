@@ -93,11 +93,12 @@ const Option settings_table[] = {
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
     CHOICE("run", "graph", graph, "auto", "auto|off", FREE, "auto: one GPU replays its steps as CUDA graphs"),
-    FLAG("run", "dry-run", dry_run, ONCE, "print parameters, FLOPs and memory, and stop"),
+    FLAG("run", "dry-run", dry_run, ONCE,
+         "print memory, checkpoint size and FLOPs, and stop; exit code 1: does not fit"),
     WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, ONCE,
           "with --dry-run: ranks to plan for; 0: those of mpirun or srun"),
     NUMBER("run", "gpu-memory", gpu_memory, "0", 0, 1e6, ONCE,
-           "with --dry-run: GiB of a GPU that should suffice; 0: of the GPU found"),
+           "with --dry-run: plan the CUDA build for a GPU of that many GiB; 0: this build"),
     FLAG("run", "version", version, ONCE, "print commit and build, and stop"),
     FLAG("run", "help", help, ONCE, "print the common options and stop (also -h); --help all: all of them"),
 
@@ -256,10 +257,12 @@ double settings_mtp_weight(const Settings* s, int64_t step) {
     return (double)step <= s->mtp_switch * (double)s->steps ? s->mtp_weight : s->mtp_weight_end;
 }
 
+double settings_warmup(const Settings* s) { return s->warmup < 1 ? ceil(s->warmup * (double)s->steps) : s->warmup; }
+
 // The learning rate over its peak.
 static double schedule(const Settings* s, int64_t step) {
     // The way up, then how much of the rest is left.
-    const double warmup = s->warmup < 1 ? ceil(s->warmup * (double)s->steps) : s->warmup, steps = (double)s->steps;
+    const double warmup = s->warmup_steps, steps = (double)s->steps;
     if ((double)step <= warmup) return (double)step / warmup;
     double left = steps > warmup ? fmax((steps - (double)step) / (steps - warmup), 0) : 0;
 

@@ -51,6 +51,8 @@ typedef struct Settings {
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
         mx_fast, mx_stats;
     int64_t force_balance, overfit;
+    double warmup_steps;        // of --warmup when the run began; not an option
+    int64_t steps_before;       // --resume: --steps of the checkpoint; not an option
     char given[SETTINGS_MOST];  // by row of the table: 1 if the command line has the option
 } Settings;
 
@@ -95,8 +97,11 @@ int64_t config_vocab_padded(const ModelConfig* config);  // V rounded up to a mu
 RopeConfig config_rope(const ModelConfig* config);
 double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, times YaRN's mscale^2
 
-// The learning rate of update `step` (1 is the first). It rises linearly to lr over `warmup` steps (below 1: a
-// share of all), and then falls to lr * final_lr_frac at the last step:
+// Steps of the warm-up of a run that begins with these --warmup and --steps.
+double settings_warmup(const Settings* settings);
+
+// The learning rate of update `step` (1 is the first). It rises linearly to lr over `warmup_steps`, and then falls to
+// lr * final_lr_frac at the last step:
 //
 //   cosine     along half a cosine            linear     along a line
 //   wsd        along a line, but only over the last fifth; constant until then

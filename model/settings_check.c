@@ -134,6 +134,14 @@ static void check_stats(const Settings* s) {
             s->mx_stats);
 }
 
+// Rounded to bf16, a momentum stops at no less than 1 / (1 + 2^-8 / (1 - momentum)) of a steady gradient
+// (layers/adamw.h). At 0.98 that is 0.84, close to the root of second moments at the limit of --beta2.
+static void check_momentum(const char* option, double momentum, const char* usual) {
+    if (momentum > 0.98)
+        warn("--moments bf16 --%s %g: rounding may stop momenta at %.0f %% of a steady gradient; --%s %s helps", option,
+             momentum, 100 / (1 + 0x1p-8 / (1 - momentum)), option, usual);
+}
+
 // A step is a whole number of micro-steps, and outputs need --out.
 static void check_run(const Settings* s) {
     int64_t micro = settings_micro_tokens(s);
@@ -148,11 +156,13 @@ static void check_run(const Settings* s) {
         die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
 
     // Allowed, but hardly meant: warnings.
-    if (s->warmup > (double)s->steps && s->schedule != SCHEDULE_CONSTANT)
-        warn("--warmup %g is longer than --steps %ld: the learning rate never reaches --lr", s->warmup, s->steps);
+    if (s->warmup_steps > (double)s->steps && s->schedule != SCHEDULE_CONSTANT)
+        warn("--warmup %g is longer than --steps %ld: the learning rate never reaches --lr", s->warmup_steps, s->steps);
     if (s->moments && s->beta2 > 0.99)
         warn("--moments bf16 --beta2 %g: second moments follow gradients that shrink late or never; --beta2 0.95 helps",
              s->beta2);
+    if (s->moments) check_momentum("beta1", s->beta1, "0.9");
+    if (s->moments && s->optimizer == MUON) check_momentum("muon-momentum", s->muon_momentum, "0.95");
     if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");

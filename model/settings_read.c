@@ -20,12 +20,13 @@ static const char* const common[] = {
     "prompt",          "dry-run", "help",   "optimizer", "muon-lr",   "lr",         "warmup",    "schedule",
     "weight-decay",    "balance", "ep",     "shard",     "precision", "recompute",  NULL};
 
-// Whether the command line has the option of the field at `offset`.
-static bool is_given(const Settings* s, size_t offset) {
+// The row of the field at `offset`, and whether the command line has its option.
+static int row_of(size_t offset) {
     int i = 0;
     while (settings_table[i].offset != offset) i++;
-    return s->given[i];
+    return i;
 }
+static bool is_given(const Settings* s, size_t offset) { return s->given[row_of(offset)]; }
 
 // The presets' peak learning rates, DeepSeek-V2-Lite's, V2's and V3's as published. Optimizers and types of moments, as
 // measured (bench/RESULTS.md).
@@ -36,7 +37,16 @@ static const struct {
 } training[] = {{1e-3, 12e-3, MUON, false},  {1e-3, 2e-3, MUON, false},   {1e-3, 2e-3, MUON, false},
                 {4.2e-4, 2e-3, ADAMW, true}, {2.4e-4, 2e-3, ADAMW, true}, {2.2e-4, 2e-3, ADAMW, true}};
 
-// Options of the model that are not given come from config.json, and must be in their ranges.
+// Ends the run if a number that comes from a file of --option FOLDER is outside the range of row o.
+static void check_range(const Settings* s, const Option* o, const char* option, const char* folder, const char* file) {
+    const char* at = (const char*)s + o->offset;
+    const double value = o->type == OPTION_FLOAT ? *(const double*)at : (double)*(const int64_t*)at;
+    if (o->type != OPTION_CHOICE && (value < o->min || value > o->max))
+        die(EXIT_USAGE, "--%s %s/%s: it means --%s %.9g, which must be from %.9g to %.9g", option, folder, file,
+            o->name, value, o->min, o->max);
+}
+
+// Options of the model that are not given come from config.json.
 static void take_folder(Settings* s, const char* option, const char* folder) {
     const Settings from = {.model = hub_read_config(option, folder)};
     s->model.selection_bias = from.model.selection_bias;
@@ -44,11 +54,7 @@ static void take_folder(Settings* s, const char* option, const char* folder) {
         const Option* o = &settings_table[i];
         if (strcmp(o->group, "model") != 0 || o->initial || s->given[i]) continue;
         memcpy((char*)s + o->offset, (const char*)&from + o->offset, 8);
-        const char* at = (const char*)s + o->offset;
-        const double value = o->type == OPTION_FLOAT ? *(const double*)at : (double)*(const int64_t*)at;
-        if (o->type != OPTION_CHOICE && (value < o->min || value > o->max))
-            die(EXIT_USAGE, "--%s %s/config.json: it means --%s %.9g, which must be from %.9g to %.9g", option, folder,
-                o->name, value, o->min, o->max);
+        check_range(s, o, option, folder, "config.json");
     }
 }
 
@@ -63,8 +69,10 @@ static void replace(char** text, char* by) {
 static void set_for_use(Settings* s, const char* folder) {
     s->recompute = RECOMPUTE_BLOCK;
     if (*s->sample && !is_given(s, offsetof(Settings, batch))) s->batch = 1;
-    if (!is_given(s, offsetof(Settings, seq_len)))
+    const int length = row_of(offsetof(Settings, seq_len));
+    if (!s->given[length])
         s->seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
+    if (*s->evaluate) check_range(s, &settings_table[length], "evaluate", folder, "manifest.json");
     if (*s->tokenizer) return;
     Path tokenizer = path_of("%s/tokenizer.json", folder);
     if (access(tokenizer.text, F_OK) == 0) replace(&s->tokenizer, host_strdup(tokenizer.text));
@@ -149,6 +157,7 @@ Settings settings_read(Settings s, int ranks, const Json* record) {
     if (folder) take_folder(&s, option, folder);
     if (folder && folder != s.init) set_for_use(&s, folder);
     if (!record) set_for_model(&s);
+    if (!record) s.warmup_steps = settings_warmup(&s);
     find_tokenizer(&s, record != NULL, record || folder);
 
     // Checks.

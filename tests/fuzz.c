@@ -168,11 +168,13 @@ static void read_options(const uint8_t* data, size_t size) {
         resumed.dry_run = s.dry_run;
         resumed.resume = s.resume;
         char* again = record_json(&resumed);
-        assert(json_count(record) == settings_count && strcmp(json, again) == 0);
+        assert(json_count(record) == settings_count + 1 && strcmp(json, again) == 0);  // and "warmup-steps"
         assert(isfinite(settings_lr(&s, 1)) && isfinite(settings_lr(&s, s.steps)));
         settings_free(&resumed);
         free(again);
-        if (s.model.L <= 4 && s.ranks <= 64) report_dry_run(&s);
+        if (s.model.L <= 4 && s.ranks <= 64 && BEGINS_TO_READ)
+            report_dry_run(&s, 1);  // ends the run if it does not fit
+        has_read();
         json_free(record);
         free(json);
     }

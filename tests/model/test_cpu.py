@@ -126,8 +126,9 @@ class Processors(cli.Case):
         return done.stderr
 
     def test_threads_that_cannot_be_had(self):
-        message = self.failure(self.start(threads=99999, steps=1), 2)
-        self.assertIn("OMP_NUM_THREADS asks for 99999 threads; it can be 1 to 512", message)
+        for threads in (99999, 999999999999):  # the second exceeds an int
+            message = self.failure(self.start(threads=threads, steps=1), 2)
+            self.assertIn(f"OMP_NUM_THREADS asks for {threads} threads; it can be 1 to 512", message)
         # 64 stacks of 64 MiB are 4 GiB of address space.
         limits = [(resource.RLIMIT_STACK, 64 << 20), (resource.RLIMIT_AS, 2 << 30)]
         if "sanitize" not in FOLDER:

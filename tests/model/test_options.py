@@ -13,12 +13,15 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, snapshot, text, write_shard, write_tokenizer  # noqa: E402
+from cli import (Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, manifest, snapshot, text,  # noqa: E402
+                 write_manifest, write_shard, write_tokenizer)
 
+ANY_GPU = ["--gpu-memory", 10**6]  # GiB: with it every plan of a preset fits
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
 # The largest values that the options take.
@@ -33,9 +36,12 @@ class BadOptions(Case):
             (("--step", "did you mean --steps?"), ["--step", "5"]),
             (("--batchs", "did you mean --batch?"), ["--batchs", "5"]),
             *(((f"--{name}", f"did you mean --{option}?"), [f"--{name}", "5"]) for name, option in (
-                ("learning-rate", "lr"), ("max-steps", "steps"), ("batch-size", "batch"), ("data", "train"), ("dtype", "precision"))),
+                ("learning-rate", "lr"), ("max-steps", "steps"), ("batch-size", "batch"), ("data", "train"), ("dtype", "precision"),
+                ("context-length", "seq-len"), ("block_size", "seq-len"), ("n-layer", "layers"), ("n_embd", "dim"), ("config", "model"),
+                ("gradient-accumulation-steps", "tokens-per-step"), ("max_iters", "steps"), ("out_dir", "out"), ("min-lr", "final-lr-frac"),
+                ("eval_interval", "val-every"), ("max-grad-norm", "clip"), ("seq_len", "seq-len"), ("num-train-epochs", "steps"))),
             *(((f"unknown option --{name} (--help all lists all)",), [f"--{name}", "5"]) for name in (
-                "wandb", "config", "compile", "optimiser-name")),
+                "wandb", "compile", "optimiser-name")),
             (("unknown option --step; did you mean --steps?",), ["--step=5"]),
             (("--lr takes a number", "not ''"), ["--lr="]),
             (("--resume takes no value, and was given '1'",), ["--resume=1"]),
@@ -93,7 +99,7 @@ class BadOptions(Case):
         for model, lr in (("small", "0.001"), ("debug", "0.001"), ("16b", "0.00042"), ("236b", "0.00024"), ("671b", "0.00022")):
             for given, expected in (([], lr), (["--lr", "3e-3"], "0.003")):
                 with self.subTest(model, given=given):
-                    printed = " ".join(self.call([PROGRAM, "--dry-run", "--model", model] + given).stdout.split())
+                    printed = " ".join(self.call([PROGRAM, "--dry-run", "--model", model, *ANY_GPU] + given).stdout.split())
                     self.assertEqual(re.search(r" lr (\S+) ", printed)[1], expected)
 
     def test_balance(self):
@@ -106,7 +112,7 @@ class BadOptions(Case):
                                 (["--balance", "none"], ("none", "0")),
                                 (["--balance", "none", "--aux-loss", "0.1"], ("none", "0.1"))):
             with self.subTest(given):
-                printed = " ".join(self.call([PROGRAM, "--dry-run"] + given).stdout.split())
+                printed = " ".join(self.call([PROGRAM, "--dry-run", *ANY_GPU] + given).stdout.split())
                 self.assertEqual(re.search(r" balance (\S+) .* aux-loss (\S+) ", printed).groups(), expected)
         for balance in ("quantile", "none"):
             self.refused(2, f"--bias-rate goes with --balance deepseek, not with --balance {balance}", balance=balance,
@@ -120,7 +126,7 @@ class BadOptions(Case):
         self.refused(2, "--optimizer takes one of adamw|muon, not 'sgd'", optimizer="sgd")
         for model, expected in (("tiny", ("muon", "0.012")), ("small", ("muon", "0.002")), ("debug", ("muon", "0.002")),
                                 ("16b", ("adamw", "0.002"))):
-            printed = self.call([PROGRAM, "--dry-run", "--model", model]).stdout
+            printed = self.call([PROGRAM, "--dry-run", "--model", model, *ANY_GPU]).stdout
             self.assertEqual(re.search(r" optimizer (\S+)  muon-lr (\S+) ", printed).groups(), expected)
         planned = {o: self.train(dry_run=True, optimizer=o).stdout for o in ("adamw", "muon")}
         # AdamW has second moments of all parameters; with Muon, of all but the matrices of attention, MLPs and experts.
@@ -165,6 +171,16 @@ class BadOptions(Case):
         self.refused(2, "--save-every needs --out", save_every=5)
         self.refused(2, "--mx-stats needs --out", mx_stats=5, dispatch_precision="mxfp8")
 
+    def test_length_that_a_manifest_names(self):
+        step = self.copy_of(self.reference()) / "step_00000020"
+        for length in (1 << 62, (1 << 20) + 1):
+            record = manifest(step)
+            record["options"]["seq-len"] = length
+            write_manifest(step, record)
+            done = self.call([PROGRAM, "--evaluate", step, "--val", self.val_glob], 2)
+            self.assertIn(f"--evaluate {step}/manifest.json: it means --seq-len {length:.9g}, which must be from 1 to 1048576", done.stderr)
+            self.assertNotIn("runtime error", done.stderr)
+
     def test_sizes_that_cannot_be_counted(self):
         for words, options in (
             ("ranks x --batch x --seq-len make 1.152921505e+18 tokens a micro-step", dict(ranks=MOST["ranks"], batch=MOST["batch"],
@@ -197,12 +213,20 @@ class BadOptions(Case):
             sizes.update(rng.choice([{}, dict(expert_precision="mxfp8"), dict(linear_precision="mxfp8"),
                                      dict(dispatch_precision="mxfp8"), dict(combine_precision="mxfp8")]))
             sizes.update(shard=rng.choice(["none", "weights"]), recompute=rng.choice(["none", "moe", "block"]))
-            args = command(**{**dict.fromkeys(SMALL), **sizes, "dry_run": True,
+            args = command(**{**dict.fromkeys(SMALL), **sizes, "dry_run": True, "gpu_memory": 10**6,
                               "model": rng.choice(["tiny", "16b", "671b"])})
             with self.subTest(seed=seed):
                 done = subprocess.run(args, capture_output=True, text=True)
-                self.assertIn(done.returncode, (0, 2), f"{args}\n{done.stderr}")
+                self.assertIn(done.returncode, (0, 1, 2), f"{args}\n{done.stderr}")
                 self.assertNotIn("runtime error", done.stderr)
+                if done.returncode == 1:
+                    self.assertIn("GiB are left besides the CUDA context", done.stderr)
+
+    def test_many_layers(self):
+        """The time of a plan grows in proportion to the layers: 1024 take about 0.05 s, where each pair of buffers was compared 3 s."""
+        began = time.monotonic()
+        self.call([PROGRAM, "--dry-run", "--layers", 1024, *ANY_GPU])
+        self.assertLess(time.monotonic() - began, 1.5)
 
     def test_gates_that_are_constant(self):
         for words, options in (("the router gets no gradient;", dict(aux_loss=0)),
@@ -217,14 +241,20 @@ class BadOptions(Case):
         planned = {kind: self.train(dry_run=True, moments=kind).stdout for kind in ("float32", "bf16")}
         wide, narrow = ([float(mib) for mib in re.findall(r"AdamW \w+ moments .* ([\d.]+) MiB", planned[kind])]
                         for kind in ("float32", "bf16"))
-        self.assertEqual((len(wide), len(narrow)), (4, 4))  # first and second moments, of each build
+        self.assertEqual((len(wide), len(narrow)), (2, 2))  # first and second moments
         for a, b in zip(wide, narrow):
             self.assertAlmostEqual(a, 2 * b, delta=0.0016)  # three digits are printed
         for model, given, expected in (("small", [], "float32"), ("16b", [], "bf16"), ("671b", ["--moments", "float32"], "float32")):
-            printed = self.call([PROGRAM, "--dry-run", "--model", model] + given).stdout
+            printed = self.call([PROGRAM, "--dry-run", "--model", model, *ANY_GPU] + given).stdout
             self.assertEqual(re.search(r" moments (\S+) ", printed)[1], expected)
         self.assertEqual(self.train(dry_run=True, moments="bf16", beta2=0.99).stderr, "")
         self.assertEqual(self.train(dry_run=True, beta2=0.999).stderr, "")
+        for options, expected in ((dict(optimizer="muon"), []), (dict(optimizer="muon", muon_momentum=0.98, beta1=0.98), []),
+                                  (dict(optimizer="muon", muon_momentum=0.99), [("muon-momentum 0.99", 72)]), (dict(beta1=0.999), [("beta1 0.999", 20)])):
+            said = re.findall(r"warning: --moments bf16 --(\S+ \S+): rounding may stop momenta at (\d+) % of a steady gradient; --\S+ 0\.\S+ helps\n",
+                              self.train(dry_run=True, moments="bf16", **options).stderr)
+            self.assertEqual([(name, int(share)) for name, share in said], expected)
+            self.assertNotIn("--moments", self.train(dry_run=True, **options).stderr)
         self.assertIn("warning: --moments bf16 --beta2 0.999: second moments follow gradients that shrink late or never",
                       self.train(dry_run=True, moments="bf16", beta2=0.999).stderr)
 
@@ -527,6 +557,9 @@ class Reports(Case):
         lines = re.findall(r"(?m)^  --.*$", common)
         self.assertEqual(len(lines), 30)
         self.assertTrue(set(lines) < set(done.stdout.splitlines()))
+        hints = re.findall(r'(?m)^    \{"([\w-]+)",', (ROOT / "device/options.c").read_text())
+        self.assertGreater(len(hints), 30)
+        self.assertEqual(set(hints) - set(re.findall(r"(?m)^  --(\S+) ", done.stdout)), set())
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
     def test_output_that_is_lost(self):
@@ -571,53 +604,82 @@ class Reports(Case):
         self.assertIn("validation ", self.train(steps=2, val=self.val_glob, val_every=1).stdout)
 
     def test_dry_run(self):
+        """The plan of the CUDA build is printed with --gpu-memory, that of the build without it."""
+        mine = "CUDA" if "/cuda/" in PROGRAM else "CPU"
         for preset, *numbers in (("tiny",), ("small",), ("debug",), ("236b", "235.7e9 parameters (21.38e9 active"),
                                  ("16b", "15.71e9 parameters (2.661e9 active", "16.41e9 FLOPs a token",
                                   "parameters 15706484224"),
                                  ("671b", "parameters 671026404352", "(37.55e9 active")):
-            done = self.call([PROGRAM, "--dry-run", "--model", preset, "--seq-len", 4096, "--batch", 1, "--out", "run"])
-            for words in (*numbers, f"model {preset}", "CPU build", "CUDA build", "master weights", "bytes a token"):
-                self.assertIn(words, done.stdout)
-            self.assertEqual(len(re.findall(r"^  total .* MiB = [\d.]+ GiB$", done.stdout, re.M)), 2)
-            cpu, cuda = done.stdout.split("\nmemory of each")[1:]
-            self.assertRegex(cpu, r"(?m)^  workspace of the ops  ")
-            self.assertRegex(cuda, r"(?m)^  workspace of the ops \(estimated\)")
-            self.assertIn("\n  CUDA context and libraries (estimated)", cuda)
-            for table in (cpu, cuda):
-                mib = [float(n) for n in re.findall(r"^  \S.*? ([\d.]+) MiB", table, re.M)]
-                self.assertAlmostEqual(sum(mib[:-1]), mib[-1], delta=0.01)  # the last is the total
+            for build, more in (("CUDA", ANY_GPU), (mine, [])):
+                if build == mine and preset not in ("tiny", "debug"):
+                    continue
+                done = self.call([PROGRAM, "--dry-run", "--model", preset, "--seq-len", 4096, "--batch", 1, "--out", "run", *more])
+                for words in (*numbers, f"model {preset}", "master weights", "bytes a token"):
+                    self.assertIn(words, done.stdout)
+                first, _, table = done.stdout.partition("\nmemory of each")
+                self.assertIn(f", {build} build ", table)
+                self.assertEqual("\n  CUDA context and libraries (estimated)" in table, build == "CUDA")
+                estimated = r" \(estimated\)" if build != mine else ""
+                self.assertRegex(table, rf"(?m)^  workspace of the ops{estimated}  ")
+                *mib, total = [float(n) for n in re.findall(r"^  \S.*? ([\d.]+) MiB", table, re.M)]
+                self.assertAlmostEqual(sum(mib), total, delta=0.01)
+                # The first lines have the sum of the list, and whether it fits.
+                said = re.match(r"memory     fits: ([\d.]+) GiB a rank in the (\w+) build, [\d.]+ GiB (on the GPU|free); [\d.]+ GiB in the ", first)
+                self.assertAlmostEqual(float(said[1]), total / 1024, delta=0.006)
+                self.assertEqual((said[2], said[3]), (build, "on the GPU" if more else "free"))
+                self.assertLessEqual(first.partition("\n\n")[0].count("\n"), 5)
         self.assertNotIn("NCCL", done.stdout)
-        self.assertIn("\n  NCCL connections (estimated)", self.train(dry_run=True, ranks=2).stdout)
+        self.assertIn("\n  NCCL connections (estimated)", self.train(dry_run=True, ranks=2, gpu_memory=80).stdout)
         self.assertEqual(snapshot(self.dir), {})
+
+    @unittest.skipIf("cuda" in PROGRAM, "the free memory is the machine's")
+    def test_fits_this_machine(self):
+        """A plan that exceeds this machine ends with 1. Nothing is said of the machines of other --ranks."""
+        large = [PROGRAM, "--dry-run", "--model", "671b"]
+        done = self.call(large, 1)
+        self.assertRegex(done.stdout, r"^memory     does not fit: [\d.]+ GiB a rank in the CPU build, [\d.]+ GiB free; ")
+        self.assertRegex(done.stderr, r"error: memory: [\d.]+ GiB are needed .* GiB are free; no --batch, --recompute or --shard makes it fit")
+        self.assertRegex(self.call([*large, "--ranks", 64]).stdout, r"^memory     [\d.]+ GiB a rank in the CPU build; ")
 
     def test_fits_a_gpu(self):
         """--gpu-memory compares with the total of the table; its proposals fit, and --batch is the largest that does."""
-        def judged(gib, *more):
+        def judged(gib, *more, fits=False):
             args = [PROGRAM, "--dry-run", "--model", "small", "--seq-len", 1024, "--batch", 32, "--gpu-memory", gib,
                     "--optimizer", "adamw"]
-            text = self.call([*args, *more]).stdout
-            total, needed, left = (float(re.search(pattern, text, re.M)[1]) for pattern in (
-                r"(?s).*= ([\d.]+) GiB$", r"^memory +([\d.]+) GiB are needed",
-                r"([\d.]+) GiB are left"))
-            self.assertAlmostEqual(total, needed + 0.5, delta=0.01)
-            self.assertAlmostEqual(left, gib - 0.5, delta=0.01)
-            self.assertEqual("it fits\n" in text, needed <= left)
-            return text
-        self.assertIn("left: it fits\n", judged(80))
-        said = judged(8)
-        proposals = re.search(r"it does not fit; these fit: (.*)", said)[1]
+            done = self.call([*args, *more], 0 if fits else 1)
+            total = float(re.search(r"(?s).*= ([\d.]+) GiB$", done.stdout, re.M)[1])
+            self.assertEqual("memory     fits: " in done.stdout, fits)
+            self.assertEqual("memory     does not fit: " in done.stdout, not fits)
+            self.assertEqual(total <= gib, fits)
+            if not fits:
+                needed, left = re.search(r"error: memory: ([\d.]+) GiB are needed .*, ([\d.]+) GiB are left besides", done.stderr).groups()
+                self.assertAlmostEqual(total, float(needed) + 0.5, delta=0.01)
+                self.assertAlmostEqual(float(left), gib - 0.5, delta=0.01)
+            return done.stderr
+        judged(80, fits=True)
+        proposals = re.search(r"CUDA context; these fit: (.*)", judged(8))[1]
         self.assertIn("--batch ", proposals)
         for options in re.findall(r"(--[^()]+) \(", proposals):
-            self.assertIn("it fits\n", judged(8, *options.split()))
+            judged(8, *options.split(), fits=True)
         batch = int(re.search(r"--batch (\d+)", proposals)[1])
-        self.assertIn("it does not fit", judged(8, "--batch", 2 * batch))  # the next batch that divides the step
+        judged(8, "--batch", 2 * batch)  # the next batch that divides the step
         self.assertIn("no --batch, --recompute or --shard makes it fit", judged(0.6))
         tight = "--batch", 1, "--seq-len", 256
         self.assertRegex(judged(3, *tight), r"these fit: --moments bf16 --recompute block \(")
         self.assertIn("no --batch,", judged(3, *tight, "--resume", "--out", "run"))  # a resumed run keeps these
         self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
-        if "cuda" not in PROGRAM:
-            self.assertNotIn("GiB are", self.train(dry_run=True).stdout)
+
+    def test_size_of_checkpoints(self):
+        """The size of a checkpoint is that of its files without their headers; one more than --keep is on the disk at once."""
+        for options in (dict(optimizer="adamw"), dict(optimizer="muon"), dict(optimizer="muon", moments="bf16"), dict(keep=1), dict(keep=5)):
+            printed = self.train(dry_run=True, vocab=5000, **options).stdout
+            size, count, all_of_them = map(float, re.search(r"(?m)^checkpoint ([\d.]+) GiB; up to (\d) at once with .*: ([\d.]+) GiB$", printed).groups())
+            self.assertEqual(count, max(options.get("keep", 2), 2) + 1)
+            self.assertAlmostEqual(all_of_them / size, count, delta=2e-3)
+            step = self.reference(vocab=5000, **options) / "step_00000020"
+            # The headers take some kilobytes of 4 MB.
+            self.assertAlmostEqual(sum(path.stat().st_size for path in step.glob("*.safetensors")) / 2**30 / size, 1, delta=0.01)
+        self.assertNotIn("checkpoint ", self.call([PROGRAM, "--dry-run", "--sample", step]).stdout)
 
     def test_dry_run_matches_checkpoint(self):
         """The parameter count of --dry-run equals the elements in the checkpoint's files."""

@@ -108,6 +108,19 @@ class ResumeOptions(Case):
                          muon_momentum=0.9)
             shutil.rmtree(out)
 
+    def test_learning_rate_of_muon_of_an_older_checkpoint(self):
+        """A checkpoint from before Muon has no --muon-lr: the preset's is the default, as of a newer one."""
+        for model, rate in (("tiny", 0.012), ("small", 0.002)):
+            for older in (False, True):
+                out = self.copy_of(self.reference(model=model, vocab=257))
+                record = manifest(out / "step_00000020")
+                if older:
+                    for name in ("optimizer", "muon-lr", "muon-momentum"):
+                        del record["options"][name]
+                    write_manifest(out / "step_00000020", record)
+                self.train(out="run", resume=True, steps=21, model=model, vocab=257, optimizer="muon")
+                self.assertEqual(manifest(out / "step_00000021")["options"]["muon-lr"], rate)
+
     def test_option_that_was_removed(self):
         """A checkpoint with --even-start, from before --balance: one line reports the change, the balancing stays."""
         for rate, balance in ((0.005, "deepseek"), (0, "none")):
@@ -119,6 +132,8 @@ class ResumeOptions(Case):
             done = self.train(out="run", resume=True, steps=21)
             self.assertEqual(done.stdout.count("options    --even-start of the checkpoint no longer exists: from here on routers select "
                                                f"by their scores and biases, with --balance {balance}\n"), 1)
+            self.assertEqual(done.stdout.count("options    the checkpoint's biases moved by --bias-rate times 1 - load / mean load; from here "
+                                               "on by --bias-rate up or down\n"), int(rate > 0))
             self.assertEqual(manifest(out / "step_00000021")["options"]["balance"], balance)
             shutil.rmtree(out)
 
@@ -246,6 +261,38 @@ class ResumeOptions(Case):
             self.assertIn("nothing to do", self.train(out="run", resume=True, steps=steps).stdout)
             self.assertEqual({**snapshot(out), "log.jsonl": ""}, {**before, "log.jsonl": ""})
             self.assertEqual(curve(out), curve(self.reference()))
+
+    def test_other_steps(self):
+        """The warm-up stays as the run began with it. One line has the learning rate before and after a change."""
+        for options, at, steps, line in (
+            # Step 20 has the last rate of a warm-up of 2 and 18 steps down. Of 38 steps down, 21 is the middle.
+            (dict(schedule="cosine", warmup=2), 20, 40, "learning rate 0.0003 at step 20, 0.00165 at step 21"),
+            (dict(schedule="linear", warmup=0.1), 20, 40, "learning rate 0.0003 at step 20, 0.00165 at step 21"),
+            (dict(schedule="constant", warmup=0.25), 20, 100, None),
+            # The last fifth of the 15 steps after the warm-up begins with step 18, that of 45 with step 42.
+            (dict(schedule="wsd", warmup=0.25), 10, 50, None),
+            (dict(schedule="wsd", warmup=0.25), 20, 50, "learning rate 0.0003 at step 20, 0.003 at step 21"),
+            # The weight of the MTP losses ends at step 13 of 20, and at step 26 of 40.
+            (dict(mtp=1), 20, 40, "learning rate 0.003 at step 20, 0.003 at step 21; MTP weight 0.1, then 0.3"),
+        ):
+            for older in (False, True):
+                with self.subTest(options, at=at, older=older):
+                    out, warmup = self.copy_of(self.reference(**options)), options.get("warmup", 0)
+                    warmup = warmup if warmup >= 1 else 20 * warmup
+                    if at < 20:
+                        shutil.rmtree(out / "step_00000020")
+                    if older:  # from before the checkpoint had the steps of the warm-up
+                        record = manifest(out / f"step_{at:08d}")
+                        del record["options"]["warmup-steps"]
+                        write_manifest(out / f"step_{at:08d}", record)
+                    done = self.train(out="run", resume=True, **{**options, "steps": steps})
+                    said = re.findall(r"(?m)^schedule   (.*)$", done.stdout)
+                    self.assertEqual(said, [f"--steps was 20 and is {steps}: {line}"] if line else [])
+                    self.train(out="run", resume=True, **{**options, "steps": steps + 1})
+                    self.assertEqual(manifest(out / f"step_{steps + 1:08d}")["options"]["warmup-steps"], warmup)
+                    if not line:
+                        peak = [step["step"] for step in curve(out) if step["lr"] == 0.003]
+                        self.assertEqual(peak[:30], list(range(int(warmup), int(warmup) + 30)))
 
     def test_data_differs(self):
         self.copy_of(self.reference())

@@ -97,7 +97,7 @@ class Log(Case):
         self.train(out="run", steps=10, val=self.val_glob, val_every=4, val_tokens=256, lr=1e-2, warmup=5)
         first, steps = read_log(self.dir / "run")
         listed = re.findall(r"^  --([a-z0-9-]+) ", self.call([PROGRAM, "--help", "all"]).stdout, re.M)
-        self.assertEqual(list(first), listed + ["build", "host", "device"])
+        self.assertEqual(list(first), listed + ["warmup-steps", "build", "host", "device"])
         self.assertRegex(first["build"], "^train_moe .* build in ")
         self.assertEqual(first["host"], socket.gethostname())
         for name, value in {**SMALL, "steps": 10, "lr": 0.01, "warmup": 5, "tokens_per_step": 64, "model": "tiny",
@@ -170,7 +170,7 @@ class Memory(Case):
     def planned(self, **options):
         """The planned GiB of this build."""
         done = self.train(dry_run=True, **{**self.SIZE, **options})
-        return float(re.findall(r"^  total .* = ([\d.]+) GiB$", done.stdout, re.M)[CUDA])
+        return float(re.search(r"^  total .* = ([\d.]+) GiB$", done.stdout, re.M)[1])
 
     def limited(self, gib, code, **options):
         """A run with `gib` GiB of address space."""

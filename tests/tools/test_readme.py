@@ -38,7 +38,7 @@ class Readme(unittest.TestCase):
         self.assertEqual(sorted(name for name, _, _ in presets), sorted(offered))
         for name, total, active in presets:
             unit = {"M": "e6", "B": "e9"}
-            line = re.search(r": (\S+) parameters \((\S+) active", output("--model", name, "--dry-run"))
+            line = re.search(r": (\S+) parameters \((\S+) active", output("--model", name, "--dry-run", "--gpu-memory", "1e6"))
             for printed, said in zip(line.groups(), (total, active)):
                 number, letter = said.split()
                 self.assertAlmostEqual(float(printed) / float(number + unit[letter]), 1, delta=5e-3, msg=f"{name}: {said}")
@@ -50,7 +50,7 @@ class Readme(unittest.TestCase):
         self.assertGreater(len(head), 1)
         for i, column in enumerate(head[1:], 1):
             model, ranks, options = re.fullmatch(r"(\w+), (\d+) GPUs, `(.*)`", column).groups()
-            printed = output("--dry-run", "--model", model, "--ranks", ranks, "--seq-len", "4096", "--shard", "weights",
+            printed = output("--dry-run", "--gpu-memory", "1e6", "--model", model, "--ranks", ranks, "--seq-len", "4096", "--shard", "weights",
                              *options.split()).rpartition("CUDA build")[2]
             said = {row[0]: float(row[i]) for row in rows}
             for name, delta in (("parameters and optimizer", 0.006), ("activations kept", 0.006),
