@@ -11,6 +11,7 @@ frequencies, a missing factor on the gates.
 import array
 import json
 import math
+import os
 import pathlib
 import random
 import re
@@ -608,7 +609,17 @@ class Export(Case):
             refused("manifest.json: (altered|not a JSON object)")
         cli.write_manifest(step, {**json.loads(whole), "format": "train_moe checkpoint 2"})
         refused("manifest.json: altered, or not of this version")
+        files = json.loads(whole)["files"]
+        for odd, words in (([*files, dict(name="/dev/zero", bytes=1, crc32=0)], "a file outside is named: /dev/zero"),
+                           ([*files, dict(name=5, crc32=0)], "manifest.json: files is .*, not a list of files"), (5, "files is 5, not"),
+                           ([file for file in files if file["name"] != "block_001.safetensors"], "does not list block_001.safetensors")):
+            cli.seal_manifest(step, {**json.loads(whole), "files": odd})
+            refused(words)
         (step / "manifest.json").write_text(whole)
+        os.mkfifo(step / "tokenizer.json")
+        before = cli.snapshot(self.dir).keys()
+        refused("tokenizer.json: not a file")
+        (step / "tokenizer.json").unlink()
         for name in ("out", "out.tmp"):
             (self.dir / name).mkdir()
             (self.dir / name / "mine").touch()
