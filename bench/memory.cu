@@ -119,13 +119,15 @@ static void bench_embedding(int64_t N, int64_t V, int64_t C, const char* shape) 
 static void bench_layers(int64_t N) {
     const int64_t C = 2048, H = 16, D = 64, T = 4096, F = 10944;
     const double x = 2.0 * (double)(N * C);  // bytes of (N, C)
+    const double eps = 1e-6;
     // RMSNorm at the widths of 16b and 671b.
     {
         X a(N * C), b(N * C), sum(N * C), y(N * C), w(C);
         R rstd(N), dw(C);
-        row("rmsnorm_forward", "N C", 2 * x, [&](int i) { rmsnorm_forward(y[i], rstd[i], a[i], C, w[i], N, C, ctx); });
+        row("rmsnorm_forward", "N C", 2 * x,
+            [&](int i) { rmsnorm_forward(y[i], rstd[i], a[i], C, w[i], eps, N, C, ctx); });
         row("residual_rmsnorm_forward", "N C", 4 * x,
-            [&](int i) { residual_rmsnorm_forward(sum[i], y[i], rstd[i], a[i], b[i], w[i], N, C, ctx); });
+            [&](int i) { residual_rmsnorm_forward(sum[i], y[i], rstd[i], a[i], b[i], w[i], eps, N, C, ctx); });
         row("rmsnorm_backward", "N C, dx =", 3 * x,
             [&](int i) { rmsnorm_backward(y[i], dw[i], b[i], a[i], C, w[i], rstd[i], N, C, 0, ctx); });
         row("rmsnorm_backward", "N C, dx +=", 4 * x,
@@ -136,7 +138,7 @@ static void bench_layers(int64_t N) {
         R rstd(N), dw(7168);
         const double wide_x = 2.0 * (double)(N / 4 * 7168);
         row("rmsnorm_forward", "N/4 7168", 2 * wide_x,
-            [&](int i) { rmsnorm_forward(y[i], rstd[i], a[i], 7168, w[i], N / 4, 7168, ctx); });
+            [&](int i) { rmsnorm_forward(y[i], rstd[i], a[i], 7168, w[i], eps, N / 4, 7168, ctx); });
         row("rmsnorm_backward", "N/4 7168, dx +=", 4 * wide_x,
             [&](int i) { rmsnorm_backward(y[i], dw[i], g[i], a[i], 7168, w[i], rstd[i], N / 4, 7168, 1, ctx); });
     }

@@ -17,7 +17,8 @@ static const int64_t MAX_HEADER = 100 * 1000 * 1000;  // the format's own limit
 static const struct {
     const char* name;
     size_t bytes;
-} dtypes[ST_DTYPES] = {{"F64", 8}, {"F32", 4}, {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"U8", 1}, {"F8_E4M3", 1}};
+} dtypes[ST_DTYPES] = {{"F64", 8}, {"F32", 4}, {"F16", 2}, {"BF16", 2},
+                       {"I64", 8}, {"I32", 4}, {"U8", 1},  {"F8_E4M3", 1}};
 
 size_t st_dtype_bytes(StDtype dtype) { return dtypes[dtype].bytes; }
 
@@ -41,7 +42,8 @@ static char* parse_tensor(const Json* entry, StTensor* tensor) {
     int d = 0;
     while (d < ST_DTYPES && strcmp(dtype, dtypes[d].name) != 0) d++;
     if (d == ST_DTYPES)
-        return host_format("tensor '%s' has dtype %s; known are F64, F32, BF16, I64, I32, U8, F8_E4M3", name, dtype);
+        return host_format("tensor '%s' has dtype %s; known are F64, F32, F16, BF16, I64, I32, U8, F8_E4M3", name,
+                           dtype);
     tensor->dtype = (StDtype)d;
 
     // The shape, and its size in bytes.

@@ -10,7 +10,7 @@
 #include "device/types.h"
 
 // The element types that this program reads; a file with others is refused.
-typedef enum { ST_F64, ST_F32, ST_BF16, ST_I64, ST_I32, ST_U8, ST_F8_E4M3, ST_DTYPES } StDtype;
+typedef enum { ST_F64, ST_F32, ST_F16, ST_BF16, ST_I64, ST_I32, ST_U8, ST_F8_E4M3, ST_DTYPES } StDtype;
 size_t st_dtype_bytes(StDtype dtype);
 
 // A tensor's entry in the header. Shapes are row-major, with at most 4 dimensions.

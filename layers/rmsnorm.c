@@ -3,27 +3,27 @@
 #include "device/cpu.h"
 
 // y = w x rstd. Returns rstd = (mean_c x_c^2 + eps)^-1/2.
-static real norm_row(floatX* y, const floatX* x, const floatX* w, int64_t C) {
+static real norm_row(floatX* y, const floatX* x, const floatX* w, double eps, int64_t C) {
     real sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t c = 0; c < C; c++) sum += x[c] * x[c];
-    real rstd = 1 / sqrt(sum / C + (real)RMSNORM_EPS);
+    real rstd = 1 / sqrt(sum / C + (real)eps);
     for (int64_t c = 0; c < C; c++) y[c] = x[c] * rstd * w[c];
     return rstd;
 }
 
-void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, int64_t N, int64_t C,
-                     Ctx* ctx) {
+void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, double eps, int64_t N,
+                     int64_t C, Ctx* ctx) {
 #pragma omp parallel for schedule(static)
-    for (int64_t n = 0; n < N; n++) rstd[n] = norm_row(y + n * C, x + n * stride, w, C);
+    for (int64_t n = 0; n < N; n++) rstd[n] = norm_row(y + n * C, x + n * stride, w, eps, C);
 }
 
 void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, const floatX* w,
-                              int64_t N, int64_t C, Ctx* ctx) {
+                              double eps, int64_t N, int64_t C, Ctx* ctx) {
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++) {
         for (int64_t i = n * C; i < n * C + C; i++) sum[i] = a[i] + b[i];
-        rstd[n] = norm_row(y + n * C, sum + n * C, w, C);
+        rstd[n] = norm_row(y + n * C, sum + n * C, w, eps, C);
     }
 }
 

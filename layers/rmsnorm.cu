@@ -53,7 +53,7 @@ static __device__ __forceinline__ void load_vectors(Vec8 x[P], const floatX* row
 template <int P, int WARPS, bool RESIDUAL>
 static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     rmsnorm_forward_kernel(floatX* sum, floatX* y, float* rstd, const floatX* a, const floatX* b, int64_t stride,
-                           const floatX* w, int64_t N, int64_t C) {
+                           const floatX* w, float eps, int64_t N, int64_t C) {
     // The row of the team, and the first column of this thread.
     const int first = threadIdx.x % (32 * WARPS) * 8, step = 32 * WARPS * 8;
     const int64_t row = WARPS == 1 ? blockIdx.x * SMALL_ROWS + threadIdx.x / 32 : blockIdx.x;
@@ -94,7 +94,7 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     }
     Vec8 weight[P];
     load_vectors<P>(weight, w, first, step, C);  // in flight during the sum
-    const float r = 1 / sqrtf(team_sum<WARPS, 1>(squares, 0, 0) / C + RMSNORM_EPS);
+    const float r = 1 / sqrtf(team_sum<WARPS, 1>(squares, 0, 0) / C + eps);
 
     // y = w x rstd
     if (first == 0) rstd[row] = r;
@@ -127,25 +127,25 @@ static void by_width(int64_t C, Launch launch_for) {
 // y = w x rstd with x = a, or with RESIDUAL x = sum = a + b.
 template <bool RESIDUAL>
 static void forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, int64_t stride,
-                    const floatX* w, int64_t N, int64_t C, Ctx* ctx) {
+                    const floatX* w, double eps, int64_t N, int64_t C, Ctx* ctx) {
     ASSERT(wide(C | stride, sum, y, a, b, w) && C <= WIDEST);
     by_width<FORWARD_P>(C, [&](auto p, auto warps) {
         // One block per row, or four rows of one warp each.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
         const int rows = WARPS == 1 ? (int)SMALL_ROWS : 1;  // of a block
         launch_early(rmsnorm_forward_kernel<P, WARPS, RESIDUAL>, blocks_for(N, rows), 32 * WARPS * rows, 0, ctx, sum, y,
-                     rstd, a, b, stride, w, N, C);
+                     rstd, a, b, stride, w, (float)eps, N, C);
     });
 }
 
-void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, int64_t N, int64_t C,
-                     Ctx* ctx) {
-    forward<false>(NULL, y, rstd, x, NULL, stride, w, N, C, ctx);
+void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, double eps, int64_t N,
+                     int64_t C, Ctx* ctx) {
+    forward<false>(NULL, y, rstd, x, NULL, stride, w, eps, N, C, ctx);
 }
 
 void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, const floatX* w,
-                              int64_t N, int64_t C, Ctx* ctx) {
-    forward<true>(sum, y, rstd, a, b, C, w, N, C, ctx);
+                              double eps, int64_t N, int64_t C, Ctx* ctx) {
+    forward<true>(sum, y, rstd, a, b, C, w, eps, N, C, ctx);
 }
 
 // A row in a buffer of the backward kernel. A thread reads only its own copies.

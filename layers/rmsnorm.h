@@ -13,15 +13,13 @@
 
 #include "device/device.h"
 
-#define RMSNORM_EPS 1e-6f
-
-void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, int64_t N, int64_t C,
-                     Ctx* ctx);
+void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, double eps, int64_t N,
+                     int64_t C, Ctx* ctx);
 
 // Fused residual add and norm: sum = a + b (rounded to floatX), then y = rmsnorm(sum). All three are (N, C). sum may be
 // a.
 void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, const floatX* w,
-                              int64_t N, int64_t C, Ctx* ctx);
+                              double eps, int64_t N, int64_t C, Ctx* ctx);
 
 //   g_c = dy_c w_c
 //   dx_c = rstd * (g_c - x_c rstd^2 mean_j(g_j x_j))       += with accumulate 1 (the residual stream), = with 0

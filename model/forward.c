@@ -6,6 +6,9 @@
 #include "layers/swiglu.h"
 #include "model/model.h"
 
+// eps of the latents' norms, whatever --rms-norm-eps: DeepSeek's code and transformers' have it so.
+static const double LATENT_EPS = 1e-6;
+
 // out = attention(norm1)
 static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved* s) {
     const ModelConfig* c = &m->config;
@@ -14,7 +17,7 @@ static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved
     // Queries: straight from norm1, or through a normalised latent.
     if (c->q_lora) {
         linear_forward(s->cq, s->norm1, &w[WQA], N, m->ctx);
-        rmsnorm_forward(s->cq_norm, s->rstd_q, s->cq, c->q_lora, w[Q_NORM].w, N, c->q_lora, m->ctx);
+        rmsnorm_forward(s->cq_norm, s->rstd_q, s->cq, c->q_lora, w[Q_NORM].w, LATENT_EPS, N, c->q_lora, m->ctx);
         linear_forward(s->q, s->cq_norm, &w[WQB], N, m->ctx);
     } else {
         linear_forward(s->q, s->norm1, &w[WQ], N, m->ctx);
@@ -22,7 +25,7 @@ static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved
 
     // Keys and values from the normalized latent c_kv. kva also holds k_rope, which all heads share.
     linear_forward(s->kva, s->norm1, &w[WKVA], N, m->ctx);
-    rmsnorm_forward(s->ckv, s->rstd_kv, s->kva, w[WKVA].OC, w[KV_NORM].w, N, c->kv_lora, m->ctx);
+    rmsnorm_forward(s->ckv, s->rstd_kv, s->kva, w[WKVA].OC, w[KV_NORM].w, LATENT_EPS, N, c->kv_lora, m->ctx);
     linear_forward(s->kv, s->ckv, &w[WKVB], N, m->ctx);
 
     // Positions, attention, output.
@@ -57,14 +60,15 @@ static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
 static void attention_part(Model* m, const Weight* w, const BlockSaved* s) {
     const int64_t N = m->B * m->T, C = m->config.C;
     mla_forward(m, m->t.out, w, s);
-    residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, w[NORM2].w, N, C, m->ctx);
+    residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, w[NORM2].w, m->config.norm_eps, N,
+                             C, m->ctx);
 }
 
 // Backward needs no output of the MLP, so the last product is not repeated.
 void model_rebuild_block(Model* m, const Unit* u) {
     const BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T, C = m->config.C;
-    rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, N, C, m->ctx);
+    rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
     attention_part(m, u->w, s);
     if (u->kind == UNIT_DENSE) linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
 }
@@ -74,11 +78,11 @@ void block_forward(Model* m, const Unit* u, int train) {
     const int64_t N = m->B * m->T, C = m->config.C;
     // The previous block's output joins the residual stream where the next norm reads it.
     if (u->layer == 0 || u->kind == UNIT_MODULE) {
-        rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, N, C, m->ctx);
+        rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
     } else {
         const BlockSaved* previous = &m->blocks[u->layer - 1];
-        residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, previous->residual2, m->t.out, u->w[NORM1].w, N, C,
-                                 m->ctx);
+        residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, previous->residual2, m->t.out, u->w[NORM1].w,
+                                 m->config.norm_eps, N, C, m->ctx);
     }
     attention_part(m, u->w, s);
     mlp_forward(m, m->t.out, u, train);
@@ -88,7 +92,7 @@ void block_forward(Model* m, const Unit* u, int train) {
 void output_forward(Model* m, int k, const Unit* u) {
     const Output* o = &m->outputs[k];
     residual_rmsnorm_forward(o->residual, o->norm, o->rstd, m->blocks[m->config.L - 1 + k].residual2, m->t.out,
-                             u->w[FINAL_NORM].w, m->B * m->T, m->config.C, m->ctx);
+                             u->w[FINAL_NORM].w, m->config.norm_eps, m->B * m->T, m->config.C, m->ctx);
 }
 
 void model_forward(Model* m, int train) {

@@ -42,7 +42,7 @@ enum { SIZES = sizeof(sizes) / sizeof(sizes[0]) };
 static const struct {
     const char *key, *value;
 } always[] = {
-    {"moe_layer_freq", "1"}, {"hidden_act", "\"silu\""},       {"rms_norm_eps", "1e-06"},   {"attention_bias", "false"},
+    {"moe_layer_freq", "1"}, {"hidden_act", "\"silu\""},       {"attention_bias", "false"},
     {"mlp_bias", "false"},   {"tie_word_embeddings", "false"}, {"rope_interleave", "true"},
 };
 enum { ALWAYS = sizeof(always) / sizeof(always[0]) };
@@ -52,7 +52,9 @@ const char* hub_misfit(const Settings* s) {
     const ModelConfig* c = &s->model;
     if (c->dense_layers == c->L) return NULL;
     if (c->shared == 0) return "its MoE blocks always have a shared expert";
-    if (c->score != SCORE_SOFTMAX) return NULL;
+    if (c->score == SCORE_SIGMOID && c->groups == c->E)
+        return "DeepSeek-V3's groups have two experts or more (--groups)";
+    if (c->score == SCORE_SIGMOID) return NULL;
     if (c->route_norm) return "DeepSeek-V2's does not normalise the gates (--route-norm 0)";
     if (s->balance != BALANCE_NONE) return "DeepSeek-V2's has no selection bias (--balance none)";
     return NULL;
@@ -83,7 +85,9 @@ static void add_rope(char** json, const Settings* s) {
 
 char* hub_config(const Settings* s, int32_t end_of_text) {
     const ModelConfig* c = &s->model;
-    const int v3 = c->score == SCORE_SIGMOID, selects_with_bias = v3 || s->balance != BALANCE_NONE;
+    const int v3 = c->score == SCORE_SIGMOID;
+    const int has_router = c->dense_layers < config_blocks(c);  // of a block or of an MTP module
+    const int selects_with_bias = v3 || (has_router && s->balance != BALANCE_NONE);
     const char* why = hub_misfit(s);
     // The model type, which decides who can read the file.
     char* json = why ? host_format("{\n  \"model_type\": \"train_moe\",\n  \"train_moe_note\": \"%s\",\n", why)
@@ -111,7 +115,9 @@ char* hub_config(const Settings* s, int32_t end_of_text) {
                 method, v3 ? "sigmoid" : "softmax", c->route_norm ? "true" : "false",
                 float_text(scale, c->route_scale));
 
-    // Position, what never differs, and the rest that readers want.
+    // eps, position, what never differs, and the rest that readers want.
+    char eps[32];
+    host_append(&json, "  \"rms_norm_eps\": %s,\n", float_text(eps, c->norm_eps));
     add_rope(&json, s);
     for (int i = 0; i < ALWAYS; i++) host_append(&json, "  \"%s\": %s,\n", always[i].key, always[i].value);
     host_append(&json,
@@ -175,6 +181,11 @@ static double number_or(const Reader* r, const Json* object, const char* key, do
     return found ? found->number : absent;
 }
 
+// Whether a member is this text.
+static bool is(const Json* found, const char* text) {
+    return found && found->type == JSON_STRING && strcmp(found->text, text) == 0;
+}
+
 // Whether a member equals a JSON text; numbers by value.
 static int says(const Json* found, const char* text) {
     const size_t length = strlen(text) - 2;  // without quotes
@@ -213,7 +224,8 @@ static void read_rope(const Reader* r, ModelConfig* c) {
                "32 and beta_slow 1");
 }
 
-// How tokens select experts. `own`: the type is train_moe, where both scores may have a selection bias.
+// How tokens select experts. `own`: the type is train_moe, where both scores may have a selection bias. Where all
+// blocks are dense, MTP modules alone may have one.
 static void read_routing(const Reader* r, ModelConfig* c, int v3, int own) {
     const char *scoring = text_or_null(r, r->json, "scoring_func"), *method = text_or_null(r, r->json, "topk_method");
     // The score and the method of selection must be those of the model type.
@@ -222,7 +234,7 @@ static void read_routing(const Reader* r, ModelConfig* c, int v3, int own) {
     const bool limited = method && strcmp(method, "group_limited_greedy") == 0;
     const bool biased = method && strcmp(method, "noaux_tc") == 0;
     if (v3 && method && !biased) refuse(r, "topk_method", "is not noaux_tc");
-    if (!v3 && method && !limited && strcmp(method, "greedy") != 0 && !(own && biased))
+    if (!v3 && method && !limited && strcmp(method, "greedy") != 0 && !(biased && (own || c->dense_layers == c->L)))
         refuse(r, "topk_method", "is neither group_limited_greedy nor greedy");
     // Groups of experts. Plain greedy selection has one group.
     c->selection_bias = v3 || biased;
@@ -262,10 +274,15 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     check_names(&r, json);
 
     // Which model it is.
-    const char *type = json_text(json, "model_type"), *scoring = json_text(json, "scoring_func");
-    const int own = type && strcmp(type, "train_moe") == 0, v2 = type && strcmp(type, "deepseek_v2") == 0;
-    const int v3 = own ? scoring && strcmp(scoring, "sigmoid") == 0 : type && strcmp(type, "deepseek_v3") == 0;
-    if (!own && !v2 && !v3) refuse(&r, "model_type", "is neither deepseek_v3 nor deepseek_v2");
+    const Json *type = member(json, "model_type"), *list = member(json, "architectures");
+    const Json* name = list ? list->child : NULL;  // it decides where the type is another's, as kimi_k2
+    const int own = is(type, "train_moe"), known = own || is(type, "deepseek_v3") || is(type, "deepseek_v2");
+    const int v2 = known ? is(type, "deepseek_v2") : is(name, "DeepseekV2ForCausalLM");
+    const int v3 = own ? is(member(json, "scoring_func"), "sigmoid")
+                       : is(known ? type : name, known ? "deepseek_v3" : "DeepseekV3ForCausalLM");
+    if (!own && !v2 && !v3)
+        refuse(&r, "model_type",
+               "is neither deepseek_v3 nor deepseek_v2, and \"architectures\" begins with no class of theirs");
     const char* note = json_text(json, "train_moe_note");
     if (v2 && note && strstr(note, "selection bias"))
         refuse(&r, "train_moe_note",
@@ -292,6 +309,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
         die(EXIT_USAGE, "%s: \"%s\" must be %s here", r.where, always[i].key, always[i].value);
     }
 
+    c.norm_eps = number_or(&r, json, "rms_norm_eps", 1e-6);
     read_routing(&r, &c, v3, own);
     read_rope(&r, &c);
     check_quantization(&r);

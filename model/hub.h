@@ -1,6 +1,7 @@
 // A model's sizes into Hugging Face's config.json and out of it. The model_type is transformers' deepseek_v3 where the
 // router's scores are sigmoid and deepseek_v2 where they are softmax. A model that neither can compute has the type
-// train_moe with the same keys: --init and scripts/to_gguf.py read it, and transformers refuses it by that name.
+// train_moe with the same keys: --init and scripts/to_gguf.py read it, and transformers refuses it by that name. Where
+// the type is another's, as kimi_k2, the class in "architectures" decides.
 #pragma once
 
 #include "model/settings.h"

@@ -20,9 +20,11 @@ static void copy_half(Model* m, floatX* joined, floatX* rows, int64_t from, int6
 static void join(Model* m, int k, const Weight* w) {
     const int64_t C = m->config.C, T = m->window, before = T - k + 1;
     Workspace* t = &m->t;
-    rmsnorm_forward(t->out, t->rstd_embed, m->blocks[0].residual, C, w[ENORM].w, m->B * T, C, m->ctx);
+    rmsnorm_forward(t->out, t->rstd_embed, m->blocks[0].residual, C, w[ENORM].w, m->config.norm_eps, m->B * T, C,
+                    m->ctx);
     copy_half(m, t->joined, t->out, T, k, 0);
-    rmsnorm_forward(t->out, t->rstd_in, m->outputs[k - 1].norm, C, w[HNORM].w, m->B * before, C, m->ctx);
+    rmsnorm_forward(t->out, t->rstd_in, m->outputs[k - 1].norm, C, w[HNORM].w, m->config.norm_eps, m->B * before, C,
+                    m->ctx);
     copy_half(m, t->joined + C, t->out, before, 0, 0);
 }
 

@@ -18,7 +18,7 @@ typedef struct ModelConfig {
     int64_t mtp;  // MTP modules: blocks L .. L + mtp - 1, one after the other
     int64_t groups, top_groups, score, route_norm;
     int64_t selection_bias;  // 1: the folder of --init has selection biases; not an option
-    double route_scale, rope_theta;
+    double route_scale, norm_eps, rope_theta;
     int64_t yarn;
     double yarn_factor, yarn_mscale;
     int64_t yarn_original_len;

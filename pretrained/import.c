@@ -43,13 +43,15 @@ static void open_source(Import* in, const char* name) {
     in->files[in->count++] = st;
 }
 
-// The files that the index names, or model.safetensors.
+// model.safetensors, as transformers prefers it, or the files that the index names.
 static void open_sources(Import* in) {
     char error[256];
     size_t size;
     Path path = path_of("%s/model.safetensors.index.json", in->folder);
-    char* text = read_file(path.text, INDEX_LIMIT, &size);
-    if (!text && errno != ENOENT) die(EXIT_USAGE, "--%s: %s: %s", in->option, path.text, file_error(errno));
+    char* text = NULL;
+    if (access(path_of("%s/model.safetensors", in->folder).text, F_OK) != 0 &&
+        !(text = read_file(path.text, INDEX_LIMIT, &size)) && errno != ENOENT)
+        die(EXIT_USAGE, "--%s: %s: %s", in->option, path.text, file_error(errno));
     if (!text) {
         open_source(in, "model.safetensors");
         return;
@@ -111,6 +113,13 @@ static float* read_scales(Import* in, const SafeTensors* st, const StTensor* t) 
     return scales;
 }
 
+// A float16: 5 bits of exponent, 10 of mantissa. Its bits are shifted into a float32, whose exponent bias is larger by
+// 112; subnormal numbers are subnormal there too.
+static float half_value(uint16_t h) {
+    const float magnitude = (h & 0x7c00) == 0x7c00 ? NAN : float_of_bits((uint32_t)(h & 0x7fff) << 13) * 0x1p112f;
+    return h & 0x8000 ? -magnitude : magnitude;
+}
+
 // Elements first .. first + n - 1 as numbers, into in->values.
 static void read_values(Import* in, const SafeTensors* st, const StTensor* t, const float* scales, int64_t first,
                         int64_t n) {
@@ -118,6 +127,7 @@ static void read_values(Import* in, const SafeTensors* st, const StTensor* t, co
     for (int64_t i = 0; i < n; i++) {
         switch (t->dtype) {
             case ST_F64: in->values[i] = (real)((const double*)in->raw)[i]; break;
+            case ST_F16: in->values[i] = half_value(((const uint16_t*)in->raw)[i]); break;
             // bf16 is the upper half of a float32.
             case ST_BF16: in->values[i] = float_of_bits((uint32_t)((const uint16_t*)in->raw)[i] << 16); break;
             case ST_F8_E4M3: {
@@ -145,8 +155,9 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
     if (!fits)
         die(EXIT_USAGE, "%s: tensor %s is not %ld%s%s", st->path, name, shape[0], rank == 2 ? " x " : " long",
             rank == 2 ? host_format("%ld", shape[1]) : "");
-    if (t->dtype != ST_F32 && t->dtype != ST_BF16 && t->dtype != ST_F64 && !(t->dtype == ST_F8_E4M3 && rank == 2))
-        die(EXIT_USAGE, "%s: tensor %s is of no type that weights can have: F32, BF16, F8_E4M3", st->path, name);
+    if (t->dtype != ST_F32 && t->dtype != ST_F16 && t->dtype != ST_BF16 && t->dtype != ST_F64 &&
+        !(t->dtype == ST_F8_E4M3 && rank == 2))
+        die(EXIT_USAGE, "%s: tensor %s is of no type that weights can have: F32, F16, BF16, F8_E4M3", st->path, name);
     float* scales = t->dtype == ST_F8_E4M3 ? read_scales(in, st, t) : NULL;
     // An empty slice reads nothing, but the tensor was checked.
     for (int64_t at = 0; at < slice.count; at += READ_ELEMENTS) {

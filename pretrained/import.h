@@ -1,10 +1,12 @@
 // Weights from a Hugging Face folder: DeepSeek's own checkpoints, what transformers saves, or a step of a run.
 //
 //   folder/config.json                   which model it is (model/hub.h)
-//   folder/model.safetensors.index.json  the files that hold the tensors; without it model.safetensors holds all
+//   folder/model.safetensors             all tensors
+//   folder/model.safetensors.index.json  without it: the files that hold the tensors
 //
-// Tensors are F32, BF16, or F8_E4M3 with a float32 factor for each 128 x 128 elements in <name>_scale_inv (DeepSeek-V3,
-// arXiv 2412.19437, section 3.3.2). Every rank reads the slices that it holds, so no rank holds the model.
+// Tensors are F32, F16, BF16, or F8_E4M3 with a float32 factor for each 128 x 128 elements in <name>_scale_inv
+// (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Every rank reads the slices that it holds, so no rank holds the
+// model.
 #pragma once
 
 #include "model/model.h"

@@ -2,7 +2,7 @@
 """Makes a release of a checkpoint: a Hugging Face folder with weights in bfloat16, in files of at most 5 GB.
 
   export.py runs/x/step_00002000 my-model
-  export.py runs/x/step_00002000 my-model --dtype float32
+  export.py runs/x my-model --dtype float32       the newest checkpoint of a run
 
 A checkpoint is already a Hugging Face folder. A release has no moments, and its weights are rounded (to nearest, ties
 to even). The selection biases of the routers stay float32, as DeepSeek-V3's do. The CRC-32 of all files but the
@@ -16,18 +16,39 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 import zlib
 
 FORMAT = "train_moe checkpoint 1"
 FILE_BYTES = 5 * 10**9
-INDEX = "model.safetensors.index.json"
+JSON_BYTES = 1 << 28
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
+def newest(folder):
+    """The newest step of a run; any other folder as it is."""
+    steps = [path for path in folder.glob("step_*") if re.fullmatch(r"step_(\d{8}|[1-9]\d{8,})", path.name)]
+    return folder if (folder / "config.json").exists() or not steps else max(steps, key=lambda path: int(path.name[5:]))
+
+
+def inside(folder, name):
+    """The file of this name in a folder. Other places, pipes and devices are refused."""
+    path = folder / name
+    if pathlib.PurePath(name).name != name:
+        raise Failure(f"{folder}: a file outside is named: {name}")
+    if path.exists() and not path.is_file():
+        raise Failure(f"{path}: not a file")
+    return path
+
+
 def read_json(path):
+    inside(path.parent, path.name)
     try:
+        if path.stat().st_size > JSON_BYTES:
+            raise Failure(f"{path}: larger than {JSON_BYTES >> 20} MiB")
         record = json.loads(path.read_text())
     except OSError as error:
         raise Failure(f"{path}: {error.strerror}; the folder of a whole checkpoint is wanted") from error
@@ -45,17 +66,36 @@ def want(record, path, keys, kind, fits):
             raise Failure(f"{path}: {key} is {json.dumps(record[key])[:60]}, not {kind}")
 
 
+def weight_map(step):
+    """The file of each tensor: model.safetensors, as transformers prefers it, or those that the index names."""
+    from safetensors import safe_open
+    if (step / SINGLE).exists():
+        with safe_open(inside(step, SINGLE), "np") as opened:
+            return dict.fromkeys(opened.keys(), SINGLE)
+    index = read_json(step / INDEX)
+    want(index, step / INDEX, "weight_map", "an object of file names",
+         lambda files: type(files) is dict and all(type(file) is str for file in files.values()))
+    for file in set(index["weight_map"].values()):
+        inside(step, file)
+    return index["weight_map"]
+
+
 def check(step):
-    """All that was saved is as it was; the moments are not looked at."""
+    """All that was saved is as it was, and is all that is read; the moments are not looked at."""
     path = step / "manifest.json"
     manifest, (body, _, end) = read_json(path), path.read_text().rpartition(',\n"manifest_crc32": ')
     if manifest.get("format") != FORMAT or end != f"{zlib.crc32(body.encode())}}}\n":
         raise Failure(f"{path}: altered, or not of this version")
+    want(manifest, path, "files", "a list of files", lambda files: type(files) is list and all(
+        type(file) is dict and type(file["name"]) is str and type(file["crc32"]) is int for file in files))
+    unlisted = set(weight_map(step).values()) - {file["name"] for file in manifest["files"]}
+    if unlisted:
+        raise Failure(f"{path} does not list {min(unlisted)}")
     for file in manifest["files"]:
         if ".adam." in file["name"]:
             continue
         crc = 0
-        with open(step / file["name"], "rb") as opened:
+        with open(inside(step, file["name"]), "rb") as opened:
             while piece := opened.read(1 << 24):
                 crc = zlib.crc32(piece, crc)
         if crc != file["crc32"]:
@@ -77,8 +117,7 @@ def plan(step, dtype, copies):
     """Files of at most 5 GB, in the order of the model. Each is a list of (name, tensor, source file, bytes)."""
     from safetensors import safe_open
     files, room = [[]], FILE_BYTES
-    weight_map = read_json(step / INDEX)["weight_map"]
-    for source in dict.fromkeys(weight_map.values()):
+    for source in dict.fromkeys(weight_map(step).values()):
         with safe_open(step / source, "np") as opened:
             for tensor in opened.keys():
                 shape = opened.get_slice(tensor).get_shape()
@@ -119,15 +158,15 @@ def write_file(path, step, tensors, dtype):
 
 def write(step, out, dtype, copies):
     files = plan(step, dtype, copies)
-    weight_map, done, total = {}, 0, sum(size for file in files for *_, size in file)
+    places, done, total = {}, 0, sum(size for file in files for *_, size in file)
     for i, tensors in enumerate(files):
-        target = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        target = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
         write_file(out / target, step, tensors, dtype)
-        weight_map |= dict.fromkeys([name for name, *_ in tensors], target)
+        places |= dict.fromkeys([name for name, *_ in tensors], target)
         done += sum(size for *_, size in tensors)
         print(f"{target}: {100 * done / total:.0f} % of {total / 1e9:.2f} GB", file=sys.stderr)
     if len(files) > 1:
-        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n")
+        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n")
 
 
 def refuse_existing(out):
@@ -143,10 +182,10 @@ def export(step, out, dtype):
     out.parent.mkdir(parents=True, exist_ok=True)
     with script.in_place(out, create=pathlib.Path.mkdir) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        write(step, part, dtype, copies_of(config))
         for name in COPIED:
             if (step / name).exists():
-                shutil.copyfile(step / name, part / name)
+                shutil.copyfile(inside(step, name), part / name)
+        write(step, part, dtype, copies_of(config))
     print(f"wrote {out}")
     if "train_moe_note" in config:
         print(f"export.py: warning: {config['train_moe_note']}", file=sys.stderr)
@@ -171,11 +210,11 @@ def run(name, packages, work):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder")
+    parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder, or a run's")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT", help="a new folder")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (bfloat16)")
     args = parser.parse_args()
-    return run("export.py", "numpy safetensors", lambda: export(args.step, args.out, args.dtype))
+    return run("export.py", "numpy safetensors", lambda: export(newest(args.step), args.out, args.dtype))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ digest of the steps of tokenizer.json's pre_tokenizer.
 """
 import hashlib
 import json
+import sys
 
 from export import read_json, want
 from script import Failure
@@ -39,13 +40,18 @@ def steps_of(parts, level):
     return steps + ["ByteLevel"] * bool(level.get("use_regex", True))
 
 
+def normalizers(tokenizer):
+    normalizer = tokenizer["normalizer"]
+    return normalizer.get("normalizers", [normalizer]) if normalizer else []
+
+
 def splitter(tokenizer):
     """llama.cpp's name for how this tokenizer splits text; a Failure where it would make other tokens."""
-    model, pre, normalizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}, tokenizer["normalizer"]
+    model, pre = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     *parts, level = pre.get("pretokenizers", [pre])
     odd = [key for key in ("unk_token", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
     odd += ["add_prefix_space"] if level.get("add_prefix_space") else []
-    odd += ["normalizer"] if normalizer and normalizer.get("normalizers") != [] else []
+    odd += ["normalizer"] if any(part != {"type": "NFC"} for part in normalizers(tokenizer)) else []
     if model["type"] != "BPE" or level.get("type") != "ByteLevel" or odd:
         raise Failure("not the byte-level BPE that llama.cpp has" + "".join(f"; it has {key}" for key in odd))
 
@@ -110,6 +116,9 @@ def add_tokenizer(writer, step, config):
         special = gguf.SpecialVocab(step, n_vocab=size)
         special.add_special_token.setdefault("bos", False)
         special.add_to_gguf(writer, quiet=True)
+        if normalizers(tokenizer):
+            print(f"to_gguf.py: warning: {path} has the normalizer NFC, and llama.cpp normalizes nothing: give it text in NFC",
+                  file=sys.stderr)
     except Failure as failure:
         raise Failure(f"{path}: {failure}") from failure
     except (AttributeError, TypeError, ValueError, LookupError) as error:

@@ -2,9 +2,9 @@
 """Makes a model for llama.cpp from a checkpoint: one GGUF file of the architecture deepseek2.
 
   to_gguf.py runs/x/step_00002000 model.gguf
-  to_gguf.py runs/x/step_00002000 model.gguf --dtype f32
+  to_gguf.py runs/x model.gguf --dtype f32        the newest checkpoint of a run
 
-STEP is a checkpoint, or a release by export.py, with a tokenizer.json. Names are those of llama.cpp's own converter.
+STEP is a checkpoint, a release by export.py, or what transformers saves, with a tokenizer.json. Names are those of llama.cpp's own converter.
 Two things differ from a checkpoint. The experts of a block are one tensor of three dimensions. The up-projection of
 keys and values is split into keys and values; the keys are transposed, because llama.cpp multiplies the queries by
 them. Norms, routers and selection biases stay float32. A model that llama.cpp would compute differently is refused.
@@ -20,7 +20,7 @@ import pathlib
 import re
 import sys
 
-from export import INDEX, check, read_json, refuse_existing, run, want
+from export import check, newest, read_json, refuse_existing, run, want, weight_map
 from gguf_tokens import add_tokenizer
 
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32}  # llama.cpp's numbers
@@ -37,19 +37,54 @@ def is_number(value):
     return type(value) in (int, float) and abs(value) < 1e38
 
 
+def kind_of(config, path):
+    """The model_type; where it is another's, as kimi_k2, the first class of architectures decides."""
+    kind, names = config.get("model_type"), config.get("architectures")
+    if kind in ("train_moe", "deepseek_v3", "deepseek_v2"):
+        return kind
+    for version in ("V3", "V2"):
+        if type(names) is list and names[:1] == [f"Deepseek{version}ForCausalLM"]:
+            return f"deepseek_{version.lower()}"
+    raise Failure(f"{path}: model_type is {str(kind)[:60]!r}, neither deepseek_v3 nor deepseek_v2")
+
+
+def read_rope(config, path):
+    """Sets rope_theta, and rope_scaling: YaRN or None. Which key counts is as transformers has it."""
+    name = "rope_scaling" if "rope_scaling" in config else "rope_parameters"
+    given = config.get(name, {})
+    want({name: given}, path, name, "an object", lambda value: type(value) is dict)
+    rope = {"rope_theta": config.get("rope_theta", 10000), "beta_fast": 32, "beta_slow": 1}
+    rope |= {key: value for key, value in given.items() if value is not None}
+    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return
+    if kind != "yarn":
+        raise Failure(f"{path}: {name} is of the type {str(kind)[:60]!r}, not of yarn")
+    want(rope, f"{path}: {name}", "factor beta_fast beta_slow mscale mscale_all_dim", "a number of float32", is_number)
+    want(rope, f"{path}: {name}", "original_max_position_embeddings", "a whole number of 32 bits", is_count)
+    if rope["mscale"] != rope["mscale_all_dim"] or "attention_factor" in rope:
+        raise Failure(f"{path}: {name} must have mscale = mscale_all_dim and no attention_factor")
+    config["rope_scaling"] = rope
+
+
 def read_config(path):
-    config = read_json(path)
+    """config.json, with what absent keys mean: they are read as by --init."""
+    config = {key: value for key, value in read_json(path).items() if value is not None}
+    kind = config["model_type"] = kind_of(config, path)
+    v3 = kind == "deepseek_v3" or config.get("scoring_func") == "sigmoid"
+    config = {"q_lora_rank": None, "n_shared_experts": 0, "scoring_func": "sigmoid" if v3 else "softmax", "norm_topk_prob": v3,
+              "routed_scaling_factor": 2.5 if v3 else 1, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096} | config
+    if not v3 and config.get("topk_method") not in ("group_limited_greedy", "noaux_tc"):  # the plain selection
+        config |= {"n_group": 1, "topk_group": 1}
+    read_rope(config, path)
     want(config, path, "num_hidden_layers max_position_embeddings hidden_size intermediate_size vocab_size first_k_dense_replace "
          "num_attention_heads kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim n_routed_experts num_experts_per_tok "
          "n_shared_experts moe_intermediate_size n_group topk_group eos_token_id", "a whole number of 32 bits", is_count)
     want(config, path, "q_lora_rank", "a whole number of 32 bits or null", lambda value: value is None or is_count(value))
     want(config, path, "rms_norm_eps routed_scaling_factor rope_theta", "a number of float32", is_number)
     want(config, path, "norm_topk_prob", "true or false", lambda value: type(value) is bool)
-    want(config, path, "scoring_func model_type", "a text", lambda value: type(value) is str)
-    if (yarn := config.get("rope_scaling")) is not None:
-        want(config, path, "rope_scaling", "an object or null", lambda value: type(value) is dict)
-        want(yarn, f"{path}: rope_scaling", "factor beta_fast beta_slow mscale_all_dim", "a number of float32", is_number)
-        want(yarn, f"{path}: rope_scaling", "original_max_position_embeddings", "a whole number of 32 bits", is_count)
+    want(config, path, "scoring_func", "a text", lambda value: type(value) is str)
     return config
 
 
@@ -90,6 +125,10 @@ def hyperparameters(c):
     if c["first_k_dense_replace"] < blocks and not c["n_shared_experts"]:
         raise Failure("llama.cpp's MoE blocks have a shared expert; this model has n_shared_experts 0")
 
+    if c["rms_norm_eps"] != 1e-6:
+        print(f"to_gguf.py: warning: llama.cpp has rms_norm_eps {c['rms_norm_eps']:g} in the norms of the latents too, where this "
+              "model has 1e-6", file=sys.stderr)
+
     # Groups, unless they leave every choice open.
     groups, taken = c["n_group"], c["topk_group"]
     if taken < groups < c["n_routed_experts"]:
@@ -99,7 +138,7 @@ def hyperparameters(c):
         keys |= {"expert_group_count": groups, "expert_group_used_count": taken}
 
     # YaRN. llama.cpp has mscale divided by ten, and makes of it what multiplies the softmax.
-    if yarn := c.get("rope_scaling"):
+    if yarn := c["rope_scaling"]:
         keys |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(yarn["factor"]),
@@ -118,13 +157,7 @@ class Weights:
 
     def __init__(self, step, config):
         self.step = step
-        if (step / INDEX).exists():
-            index = read_json(step / INDEX)
-            want(index, step / INDEX, "weight_map", "an object of file names",
-                 lambda files: type(files) is dict and all(type(file) is str for file in files.values()))
-            self.files = index["weight_map"]
-        else:
-            self.files = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
+        self.files = weight_map(step)
         # MTP modules, after the last layer: llama.cpp's model has none.
         beyond = [name for name in self.files if (layer := re.match(r"model\.layers\.(\d+)\.", name))
                   and int(layer[1]) >= config["num_hidden_layers"]]
@@ -238,11 +271,11 @@ def convert(step, out, dtype):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder, or a release's")
+    parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder, a run's or a release's")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT.gguf", help="a new file")
     parser.add_argument("--dtype", choices=FILE_TYPES, default="bf16", help="of the weights (bf16)")
     args = parser.parse_args()
-    return run("to_gguf.py", "gguf numpy safetensors ml_dtypes", lambda: convert(args.step, args.out, args.dtype))
+    return run("to_gguf.py", "gguf numpy safetensors ml_dtypes", lambda: convert(newest(args.step), args.out, args.dtype))
 
 
 if __name__ == "__main__":

@@ -79,6 +79,11 @@ def write_manifest(checkpoint, record):
     for entry in record["files"]:
         data = (checkpoint / entry["name"]).read_bytes()
         entry.update(bytes=len(data), crc32=zlib.crc32(data))
+    seal_manifest(checkpoint, record)
+
+
+def seal_manifest(checkpoint, record):
+    """Writes a changed manifest with a new CRC-32."""
     record.pop("manifest_crc32", None)
     body = json.dumps(record)[:-1]
     (checkpoint / "manifest.json").write_text(body + ',\n"manifest_crc32": %d}\n' % zlib.crc32(body.encode()))

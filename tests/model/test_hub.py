@@ -11,6 +11,7 @@ frequencies, a missing factor on the gates.
 import array
 import json
 import math
+import os
 import pathlib
 import random
 import re
@@ -155,6 +156,56 @@ class Import(Case):
         rounded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(rounded) - 1), CLOSE)
 
+    def test_float16(self):
+        """Each float16 is a float32, subnormal ones too. An embedding of 1e-4 has many, and the first norm enlarges it."""
+        folder, model = self.write_model("half", V3_FOREIGN)
+        with torch.no_grad():
+            model.model.embed_tokens.weight *= 1e-3
+        model.to(torch.float16).save_pretrained(folder)
+        rounded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(rounded) - 1), CLOSE)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"][5] = -math.inf
+        save_file(tensors, folder / "model.safetensors")
+        self.assertIn("element 5 of model.norm.weight is not finite", self.evaluated(folder, code=2))
+
+    def test_a_file_beside_an_index(self):
+        """model.safetensors comes before the index, as in transformers."""
+        folder, _ = self.write_model("both", V3_FOREIGN, max_shard_size="200KB")
+        torch.manual_seed(4)
+        tensors = {}
+        for path in folder.glob("model-*.safetensors"):
+            tensors |= load_file(path)
+        tensors["lm_head.weight"].normal_(0, 0.1)
+        save_file(tensors, folder / "model.safetensors", metadata=dict(format="pt"))
+        self.assertTrue((folder / "model.safetensors.index.json").exists())
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
+
+    def test_rms_norm_eps(self):
+        """Another eps, which the norms of the latents do not have; without the key it is 1e-6."""
+        for kind in (V3_FOREIGN, V2_FOREIGN):
+            folder, model = self.write_model(kind["model_type"], {**kind, "rms_norm_eps": 0.5})
+            config = json.loads((folder / "config.json").read_text())
+            self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
+            (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "rms_norm_eps"}))
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
+            (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2}))
+            self.assertIn("it means --rms-norm-eps 2, which must be from", self.evaluated(folder, code=2))
+
+    def test_a_foreign_model_type(self):
+        """architectures decides where the model_type is another's."""
+        for kind in (V3_FOREIGN, V2_FOREIGN):
+            folder, model = self.write_model(kind["model_type"], kind)
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+            self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
+            for names in (["LlamaForCausalLM"], [], None, "DeepseekV3ForCausalLM", [5]):
+                (folder / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2", "architectures": names}))
+                self.assertIn('"model_type" is neither deepseek_v3 nor deepseek_v2, and "architectures" begins with',
+                              self.evaluated(folder, code=2))
+
     def test_fp8(self):
         """DeepSeek-V3's published format: fp8 with a scale for each 128 x 128 block; blocks at the edges are smaller."""
         folder, model = self.write_model("fp8", V3_FOREIGN)
@@ -189,8 +240,7 @@ class Import(Case):
         """A model that does not fit is refused, and the message names its key or tensor."""
         folder, _ = self.write_model("odd", V3_FOREIGN)
         config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-        for key, value, words in (("model_type", "llama", "neither deepseek_v3 nor deepseek_v2"),
-                                  ("tie_word_embeddings", True, '"tie_word_embeddings" must be false'),
+        for key, value, words in (("tie_word_embeddings", True, '"tie_word_embeddings" must be false'),
                                   ("hidden_act", "gelu", '"hidden_act" must be "silu"'),
                                   ("hidden_act", "silux", '"hidden_act" must be "silu"'),
                                   ("rope_interleave", False, '"rope_interleave" must be true'),
@@ -355,9 +405,10 @@ class Questions(Case):
 
 MODELS = {
     "tiny": dict(),
-    "latent queries, groups, YaRN": dict(q_lora=16, groups=2, top_groups=2, route_scale=2.5, yarn=1),
+    "latent queries, groups, YaRN": dict(q_lora=16, groups=2, top_groups=2, route_scale=2.5, yarn=1, rms_norm_eps=1e-2),
     "softmax": dict(score="softmax", route_norm=0, shared_experts=2, balance="none"),
     "softmax, YaRN": dict(score="softmax", route_norm=0, groups=2, top_groups=1, yarn=1, yarn_mscale=0.707, balance="none"),
+    "softmax, dense": dict(score="softmax", route_norm=0, dense_layers=2),
 }
 
 
@@ -404,6 +455,7 @@ class Export(Case):
     def test_what_transformers_cannot_say(self):
         for words, options in (("no selection bias", dict(score="softmax", route_norm=0)),
                                ("does not normalise", dict(score="softmax", route_norm=1, balance="none")),
+                               ("two experts or more", dict(groups=4, top_groups=2)),
                                ("always have a shared expert", dict(shared_experts=0))):
             done = self.train(out=words.split()[0], steps=1, **options)
             self.assertRegex(done.stdout, f"export +transformers cannot compute this model, .* model_type train_moe: .*{words}")
@@ -423,6 +475,16 @@ class Export(Case):
                            1, "--lr", 0, "--weight-decay", 0, "--balance", "deepseek", "--bias-rate", 0, "--warmup", 0]
                           + [w for k, v in TOKENS.items() for w in ("--" + k.replace("_", "-"), v)])
                 self.assertLess(abs(cli.read_log(started)[1][0]["val_loss"] - logged), 1e-6)
+
+    def test_dense_steps_of_the_past(self):
+        """Checkpoints of dense blocks with softmax scores had topk_method noaux_tc."""
+        run = self.trained(**MODELS["softmax, dense"])
+        step, logged = run / "step_00000008", cli.read_log(run)[1][-1]["val_loss"]
+        config = json.loads((step / "config.json").read_text())
+        self.assertEqual(config["topk_method"], "greedy")
+        (step / "config.json").write_text(json.dumps({**config, "topk_method": "noaux_tc"}))
+        cli.write_manifest(step, cli.manifest(step))
+        self.assertLess(abs(self.evaluated(step) - logged), 1e-6)
 
     def test_altered_steps(self):
         """Altered weights, manifests and config.json are refused, as by --resume."""
@@ -547,7 +609,17 @@ class Export(Case):
             refused("manifest.json: (altered|not a JSON object)")
         cli.write_manifest(step, {**json.loads(whole), "format": "train_moe checkpoint 2"})
         refused("manifest.json: altered, or not of this version")
+        files = json.loads(whole)["files"]
+        for odd, words in (([*files, dict(name="/dev/zero", bytes=1, crc32=0)], "a file outside is named: /dev/zero"),
+                           ([*files, dict(name=5, crc32=0)], "manifest.json: files is .*, not a list of files"), (5, "files is 5, not"),
+                           ([file for file in files if file["name"] != "block_001.safetensors"], "does not list block_001.safetensors")):
+            cli.seal_manifest(step, {**json.loads(whole), "files": odd})
+            refused(words)
         (step / "manifest.json").write_text(whole)
+        os.mkfifo(step / "tokenizer.json")
+        before = cli.snapshot(self.dir).keys()
+        refused("tokenizer.json: not a file")
+        (step / "tokenizer.json").unlink()
         for name in ("out", "out.tmp"):
             (self.dir / name).mkdir()
             (self.dir / name / "mine").touch()

@@ -29,11 +29,11 @@ class Modules(test_hub.Case):
         self.train(out=name, **{"val": self.val, "vocab": VOCAB, "steps": 8, **TOKENS, **options})
         return self.dir / name
 
-    def begun(self, folder, mtp, code=0):
+    def begun(self, folder, mtp, code=0, balance="none"):
         """The first step's log and the output of a run that begins with a folder's weights and does not change them."""
         out = self.dir / f"begun{len(list(self.dir.iterdir()))}"
         done = self.call([cli.PROGRAM, "--init", folder, "--train", self.train_glob, "--out", out, "--steps", 1, "--lr", 0,
-                          "--weight-decay", 0, "--balance", "none", "--warmup", 0, "--seq-len", 32, "--batch", 4, "--mtp", mtp],
+                          "--weight-decay", 0, "--balance", balance, "--warmup", 0, "--seq-len", 32, "--batch", 4, "--mtp", mtp],
                          code)
         return (None if code else cli.read_log(out)[1][0]), done.stdout + done.stderr
 
@@ -70,6 +70,15 @@ class Modules(test_hub.Case):
         plain, text = self.begun(self.trained("plain", layers=2) / "step_00000008", 1)
         self.assertRegex(text, "layer 2, a module of --mtp, is not in the folder and is new")
         self.assertIn("mtp_loss_1", plain)
+
+    def test_modules_after_dense_blocks(self):
+        """With softmax scores, the modules alone have selection biases."""
+        run = self.trained(mtp=1, layers=2, dense_layers=2, score="softmax", route_norm=0)
+        step = run / "step_00000008"
+        self.assertLess(abs(self.evaluated(step) - cli.read_log(run)[1][-1]["val_loss"]), 1e-6)
+        line, text = self.begun(step, 1, balance="deepseek")
+        self.assertNotRegex(text, "left out|is new")
+        self.assertLess(line["mtp_loss_1"], 5.4)  # trained a little; a new one has ln 300 = 5.704
 
     @NEEDS
     def test_modules_elsewhere(self):

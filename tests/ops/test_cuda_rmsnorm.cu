@@ -2,12 +2,16 @@
 #include "layers/rmsnorm.h"
 #include "tests/cuda.cuh"
 
+// eps in (0, 1), where the mean square of a row is about 1.
+static double random_eps(int64_t N, int64_t C) { return random_uniform(12, (uint32_t)C, (uint64_t)N); }
+
 static void rmsnorm_case(int64_t N, int64_t C, int64_t stride) {
     X x(N * stride, 1), w(C, 2), y(N * C), dy(N * C, 3), dx(N * stride, 4);
     R rstd(N), dw(C, 5);
+    const double eps = random_eps(N, C);
     settle();
-    rmsnorm_forward(y.dev, rstd.dev, x.dev, stride, w.dev, N, C, ctx);
-    REFERENCE(rmsnorm_forward)(y.ref(), rstd.ref(), x.ref(), stride, w.ref(), N, C, reference_ctx);
+    rmsnorm_forward(y.dev, rstd.dev, x.dev, stride, w.dev, eps, N, C, ctx);
+    REFERENCE(rmsnorm_forward)(y.ref(), rstd.ref(), x.ref(), stride, w.ref(), eps, N, C, reference_ctx);
     CHECK_CLOSE(y, BF16);
     CHECK_CLOSE(rstd, FLOAT);
     rstd.send();
@@ -36,14 +40,15 @@ static void rmsnorm_case(int64_t N, int64_t C, int64_t stride) {
 static void residual_case(int64_t N, int64_t C, int in_place) {
     X a(N * C, 1), b(N * C, 2), w(C, 3), other(N * C), y(N * C);
     R rstd(N);
+    const double eps = random_eps(N, C);
     X& sum = in_place ? a : other;
     settle();
-    residual_rmsnorm_forward(sum.dev, y.dev, rstd.dev, a.dev, b.dev, w.dev, N, C, ctx);
+    residual_rmsnorm_forward(sum.dev, y.dev, rstd.dev, a.dev, b.dev, w.dev, eps, N, C, ctx);
     for (int64_t i = 0; i < N * C; i++) sum.host[(size_t)i] = a.host[(size_t)i] + b.host[(size_t)i];
     CHECK_CLOSE(sum, BF16);
     // The norm is that of the rounded sum.
     sum.host = sum.got();
-    REFERENCE(rmsnorm_forward)(y.ref(), rstd.ref(), sum.ref(), C, w.ref(), N, C, reference_ctx);
+    REFERENCE(rmsnorm_forward)(y.ref(), rstd.ref(), sum.ref(), C, w.ref(), eps, N, C, reference_ctx);
     CHECK_CLOSE(y, BF16);
     CHECK_CLOSE(rstd, FLOAT);
 }

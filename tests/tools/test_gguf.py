@@ -15,6 +15,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import struct
 import subprocess
 import sys
@@ -33,7 +34,7 @@ try:
     import gguf
     import ml_dtypes  # noqa: F401
     import numpy as np
-    import safetensors  # noqa: F401
+    import safetensors.numpy
 except ImportError:
     gguf = None
 try:
@@ -239,6 +240,98 @@ class Gguf(cli.Case):
         weights.write_bytes(weights.read_bytes()[:-10])
         self.assertIn("error: ", self.convert(self.dir / "tiny_out", "no.gguf", code=1))  # the library's words
 
+    def bytes_of(self, folder, **options):
+        path = self.convert(folder, "same_name.gguf", **options)  # the name is in the file
+        data = path.read_bytes()
+        path.unlink()
+        return data
+
+    def test_as_transformers_saves(self):
+        """rope_parameters, absent keys and float16 mean what --init takes them for; so does another's model_type."""
+        absent = {"deepseek_v3": ("scoring_func", "topk_method", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps"),
+                  "deepseek_v2": ("scoring_func", "norm_topk_prob", "routed_scaling_factor", "q_lora_rank")}
+        for name in ("latent queries, groups, YaRN", "softmax"):
+            step, _ = self.trained(name[:4], **MODELS[name])
+            release = self.dir / (name[:4] + "_out")
+            subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, release], check=True, capture_output=True)
+            config, before = json.loads((release / "config.json").read_text()), self.bytes_of(release)
+            rope = dict(rope_theta=config.pop("rope_theta"), rope_type="default")
+            if config.pop("rope_scaling", None):
+                scaling = json.loads((release / "config.json").read_text())["rope_scaling"]
+                rope |= {key: value for key, value in scaling.items() if "beta" not in key} | dict(rope_type="yarn")
+                rope.pop("type")
+            changed = dict(rope_parameters=rope, rope_scaling=None)
+            for key in absent[config["model_type"]]:
+                config.pop(key)
+            if config["model_type"] == "deepseek_v2":
+                changed |= dict(n_group=4, topk_group=1)  # greedy: not groups
+            for kind in (config["model_type"], "kimi_k2"):
+                (release / "config.json").write_text(json.dumps({**config, **changed, "model_type": kind}))
+                self.assertTrue(self.bytes_of(release) == before)
+
+        half = {name: np.clip(values, -1, 1).astype(np.float16) for name, values in read_tensors(step).items()}
+        for name in half:
+            half[name].flat[0] = 1e-7  # subnormal
+        safetensors.numpy.save_file(half, release / "model.safetensors")
+        for tensor in gguf.GGUFReader(self.convert(release, "half.gguf", dtype="f32")).tensors:
+            if tensor.name == "blk.1.attn_output.weight":
+                found = np.array(tensor.data)
+                self.assertTrue(np.array_equal(found, half["model.layers.1.self_attn.o_proj.weight"].astype(np.float32)))
+
+    def test_folders(self):
+        """A run's folder is its newest step; model.safetensors comes before an index, as in transformers."""
+        step, _ = self.trained()
+        self.assertTrue(self.bytes_of(step) == self.bytes_of(step.parent))
+        shutil.copytree(step, step.parent / "step_00000003")
+        (step.parent / "step_00000030.tmp").mkdir()
+        self.assertTrue(self.bytes_of(step) == self.bytes_of(step.parent))
+        release = self.dir / "release"
+        subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step.parent, release], check=True, capture_output=True)
+        before, tensors = self.bytes_of(release), safetensors.numpy.load_file(release / "model.safetensors")
+        tensors["model.norm.weight"] += 1
+        safetensors.numpy.save_file(tensors, release / "other.safetensors")
+        (release / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(tensors, "other.safetensors"))))
+        self.assertTrue(self.bytes_of(release) == before)
+        (release / "model.safetensors").unlink()
+        self.assertFalse(self.bytes_of(release) == before)
+        shutil.copy(release / "other.safetensors", step / "model.safetensors")
+        self.assertIn("manifest.json does not list model.safetensors", self.convert(step, code=1))
+
+    def test_warnings(self):
+        """Where llama.cpp differs a little, a line says so."""
+        step, _ = self.trained(tokens={**tokenizer_json(), "normalizer": dict(type="NFC")}, rms_norm_eps=1e-5)
+        done = subprocess.run([sys.executable, cli.ROOT / "scripts/to_gguf.py", step, self.dir / "eps.gguf"], capture_output=True,
+                              text=True, check=True)
+        self.assertRegex(done.stderr, "^to_gguf.py: warning: llama.cpp has rms_norm_eps 1e-05 in the norms of the latents too.*\n"
+                                      "to_gguf.py: warning: .*has the normalizer NFC, and llama.cpp normalizes nothing.*\n$")
+        fields = self.fields(self.dir / "eps.gguf")
+        self.assertAlmostEqual(fields["deepseek2.attention.layer_norm_rms_epsilon"], 1e-5, 9)
+
+    def test_files_outside(self):
+        """Files outside of the folder, pipes and devices are refused and not read."""
+        step, _ = self.trained()
+        release = self.dir / "release"
+        subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, release], check=True, capture_output=True)
+        (release / "model.safetensors").rename(self.dir / "secret.safetensors")
+        names = safetensors.numpy.load_file(self.dir / "secret.safetensors")
+        for place in ("../secret.safetensors", str(self.dir / "secret.safetensors")):
+            (release / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, place))))
+            self.assertIn(f"a file outside is named: {place}", self.convert(release, code=1))
+        (release / "model.safetensors.index.json").unlink()
+        (self.dir / "secret.safetensors").rename(release / "model.safetensors")
+        (release / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            whole = (release / name).read_bytes()
+            for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+                (release / name).unlink()
+                make(release / name)
+                self.assertIn(f"{name}: not a file", self.convert(release, code=1))
+            (release / name).unlink()
+            (release / name).write_bytes(whole)
+        with open(release / "tokenizer.json", "ab") as file:
+            file.truncate(1 << 32)
+        self.assertIn("tokenizer.json: larger than 256 MiB", self.convert(release, code=1))
+
     def test_refused(self):
         """A model that does not fit is refused with one line that names the reason; no file is written."""
         step, _ = self.trained(q_lora=16)
@@ -251,7 +344,8 @@ class Gguf(cli.Case):
                 ("token 301 is '<|endoftext|>', but the model has 300 tokens", {}, tokenizer_json(end=301)),
                 ("none of those whose names in llama.cpp are known here (deepseek-llm, deepseek-v3, gpt-2): ['[a-z]+']", {},
                  tokenizer_json(merges, splits)),
-                ("it has normalizer", {}, {**good, "normalizer": dict(type="NFC")}),
+                ("it has normalizer", {}, {**good, "normalizer": dict(type="NFD")}),
+                ("it has normalizer", {}, {**good, "normalizer": dict(type="Sequence", normalizers=[dict(type="NFC"), dict(type="NFKC")])}),
                 ("it has byte_fallback", {}, tokenizer_json(byte_fallback=True)),
                 ("not the byte-level BPE", {}, tokenizer_json(type="Unigram")),
                 ("1 of its tokens come from none (ignore_merges), as 'bc'", {},
@@ -339,8 +433,11 @@ class Gguf(cli.Case):
                                  ("vocab_size", 2**31, "is 2147483648, but the embedding has 300 rows"),
                                  ("num_hidden_layers", 2**31, "is 2147483648, but layer 2147483647 has no weights"),
                                  ("qk_rope_head_dim", "é", r'is "\u00e9", not a whole number'), ("norm_topk_prob", 1, "is 1, not true or false"),
-                                 ("rope_theta", 1e39, "is 1e+39, not a number of float32"), ("rope_scaling", "yarn", 'is "yarn", not an object')):
-            (release / "config.json").write_text(json.dumps({**config, key: value}))
+                                 ("rope_theta", 1e39, "is 1e+39, not a number of float32"), ("rope_scaling", "yarn", 'is "yarn", not an object'),
+                                 ("rope_scaling", dict(type="linear"), "is of the type 'linear', not of yarn"),
+                                 ("rope_scaling", {**config["rope_scaling"], "mscale": 0.5}, "must have mscale = mscale_all_dim"),
+                                 ("model_type", "llama", "is 'llama', neither deepseek_v3 nor deepseek_v2")):
+            (release / "config.json").write_text(json.dumps({**config, "architectures": None, key: value}))
             self.assertIn(f"{key} {says}", self.main(release)[1])
 
     # --- Tests that need llama.cpp ---
