@@ -383,12 +383,12 @@ def prepare(args):
         print(f"prepare_text.py: note: {len(crlf)} files have lines that end in CR LF, such as {shown(crlf[0])}; so do the "
               "tokens", file=sys.stderr)
     for split, writer in writers.items():
-        print(f"{split + ':':6} {writer.summary()}")
+        script.say(f"{split + ':':6} {writer.summary()}")
     escaped = glob.escape(prefix).replace("\\", r"[\\]")  # for glob(3), which has escapes, and for Python
     options = ["--train", f"{escaped}_train_[0-9]*.bin"]
     if writers["val"].tokens:
         options += ["--val", f"{escaped}_val_[0-9]*.bin"]
-    print("use:  ", *map(quoted, options))
+    script.say("use:  ", *map(quoted, options))
 
 
 def quoted(word):
