@@ -2,6 +2,8 @@
 """Tests of scripts/prepare_text.py: documents, shards and files, bytes as tokens. Needs only the standard library."""
 import contextlib
 import ctypes
+import errno
+import fcntl
 import glob
 import gzip
 import io
@@ -12,6 +14,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -343,6 +346,33 @@ class Refused(Prepare):
                                   stderr=subprocess.PIPE, timeout=60, text=True)
         self.assertEqual((done.returncode, done.stderr), (1, "prepare_text.py: error: stdout: No space left on device\n"))
         self.assertIn("text_tokenizer.bin", os.listdir(self.out))
+
+    def test_file_systems_without_fsync_or_locks(self):
+        a, fsync = self.write("a.txt", b"text\n" * 100), os.fsync
+
+        def fails_for_folders(descriptor):
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(number, os.strerror(number))
+            fsync(descriptor)
+
+        def no_locks(*_):
+            raise OSError(number, os.strerror(number))
+
+        for number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO):
+            for place, name, call, says in ((os, "fsync", fails_for_folders, f"{self.out}: the names in this folder cannot be flushed to the "
+                                             "disk ({}): after a power cut some may be missing"),
+                                            (fcntl, "flock", no_locks, f"{self.out}/text_tokenizer.bin.tmp cannot be locked ({{}}): another "
+                                             "run of this --name would not be noticed")):
+                with mock.patch.object(place, name, call):
+                    printed = self.run_it(a, "--overwrite", expect=int(number == errno.EIO))
+                if number == errno.EIO:
+                    self.assertIn(f"error: {self.out}: Input/output error", printed)
+                else:
+                    self.assertEqual(printed.count("warning"), 1)
+                    self.assertIn(f"prepare_text.py: warning: {says.format(os.strerror(number))}\n", printed)
+        number = errno.EINVAL  # of a file it is an error
+        with mock.patch.object(os, "fsync", no_locks):
+            self.assertIn(f"error: {self.out}: Invalid argument", self.run_it(a, "--overwrite", expect=1))
 
 
 class NotFiles(Prepare):
