@@ -74,17 +74,19 @@ def find_files(inputs, patterns, left_out):
     patterns, in upper or lower case, without hidden files."""
     files, of_folders = [], set()
     for path in inputs:
-        mode = os.stat(path).st_mode
+        mode = stat.S_IFIFO if path == "-" else os.stat(path).st_mode
         if stat.S_ISREG(mode):
             files.append(path)
             continue
         if not stat.S_ISDIR(mode):
-            raise Failure(f"{path}: neither a file nor a folder")
-        found, others = [], []
-        for folder, folders, names in os.walk(path, onerror=refuse):
-            folders[:] = sorted(f for f in folders if not f.startswith("."))
-            for link in filter(os.path.islink, (os.path.join(folder, f) for f in folders)):
+            raise Failure(f"{path}: neither a file nor a folder; a pipe cannot be read twice: write its text to a file first")
+        found, others, waiting = [], [], [path]
+        while waiting:  # one level of os.walk at a time: it calls itself for each
+            folder, folders, names = next(os.walk(waiting.pop(), onerror=refuse))
+            folders = [os.path.join(folder, f) for f in sorted(folders) if not f.startswith(".")]
+            for link in filter(os.path.islink, folders):
                 left_out.add(link, "a link to a folder")
+            waiting += [f for f in reversed(folders) if not os.path.islink(f)]
             for name in sorted(n for n in names if not n.startswith(".")):
                 if not any(fnmatch.fnmatch(n.lower(), p.lower()) for n in (name, unpacked_name(name)) for p in patterns):
                     others.append(name)
@@ -119,7 +121,7 @@ class ZstdFile(io.RawIOBase):
             import zstandard
         except ImportError as error:
             raise Failure(f"{packed.name}: .zst needs the zstandard package: pip install zstandard") from error
-        self.zstandard, self.packed, self.frame, self.text = zstandard, packed, None, b""
+        self.zstandard, self.packed, self.frame, self.text = zstandard, packed, None, memoryview(b"")
 
     def readable(self):
         return True
@@ -127,7 +129,8 @@ class ZstdFile(io.RawIOBase):
     def readinto(self, buffer):
         while not self.text:
             ended = self.frame is None or self.frame.eof
-            data = (self.frame.unused_data if self.frame and ended else b"") or self.packed.read(1 << 17)
+            # A KiB has at most 32 MiB of text: a block of 128 KiB takes four bytes.
+            data = (self.frame.unused_data if self.frame and ended else b"") or self.packed.read(1 << 10)
             if not data:
                 if not ended:
                     raise EOFError("it ends within a frame")
@@ -135,7 +138,7 @@ class ZstdFile(io.RawIOBase):
             try:
                 if ended:  # a window of up to 2 GiB: what zstd --long=31 writes
                     self.frame = self.zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-                self.text = self.frame.decompress(data)
+                self.text = memoryview(self.frame.decompress(data))
             except self.zstandard.ZstdError as error:
                 raise OSError(error) from error
         count = min(len(buffer), len(self.text))

@@ -539,9 +539,22 @@ class NotFiles(Prepare):
         self.assertEqual(code, 0, stderr)
         self.assertEqual(stderr, f"prepare_text.py: 3 left out (not a file), such as {d}/pipe.txt\n")
         self.assertEqual(len(self.documents("train")), 2)
-        for path in (os.path.join(d, "pipe.txt"), "/dev/null"):
+        for path in (os.path.join(d, "pipe.txt"), "/dev/null", "-"):
             code, _, stderr = self.run_script(self.text, path)
-            self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {path}: neither a file nor a folder\n"))
+            self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {path}: neither a file nor a folder; a pipe cannot be "
+                                                 "read twice: write its text to a file first\n"))
+
+    def test_deep_folders(self):
+        """More levels than Python calls: the order is that of os.walk."""
+        top = os.path.join(self.folder, "d")
+        for names in ("b.txt", "a/z.txt", "a/b/y.txt", "c/x.txt"):
+            self.write(f"d/{names}", names.encode())
+        deep = "c/" + "d/" * 1500
+        subprocess.run(["mkdir", "-p", os.path.join(top, deep)], check=True)
+        self.write(f"d/{deep}last.txt", b"last")
+        self.addCleanup(subprocess.run, ["rm", "-rf", os.path.join(top, "c")], check=True)  # Python's rmtree calls itself too
+        self.run_it(top, "--val-fraction", "0")
+        self.assertEqual(self.documents("train"), [b"b.txt", b"a/z.txt", b"a/b/y.txt", b"c/x.txt", b"last"])
 
     def test_loops(self):
         self.write("d/sub/a.txt", b"text")

@@ -3,6 +3,7 @@
 
 The shards must not depend on the number of processes. Formats of other packages are tested where these are installed."""
 import gzip
+import io
 import json
 import lzma
 import os
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import unittest
 from unittest import mock
 
@@ -145,6 +147,20 @@ class Formats(Prepare):
         stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # no size in the header: a whole window
         packed = stream.compress(b"long window") + stream.flush()
         self.assertEqual(self.read(self.write("a.txt.zst", packed)), ["long window"])
+
+    @unittest.skipUnless(zstandard, "the zstandard package is not installed")
+    def test_zstd_that_packs_well(self):
+        """Little of the text of a frame is in memory at a time."""
+        frame, size = zstandard.ZstdCompressor().compress(bytes(400 << 20)), 0
+        tracemalloc.start()
+        with io.BufferedReader(text_files.ZstdFile(io.BytesIO(frame)), text_files.PIECE) as file:
+            while text := file.read(text_files.PIECE):
+                size += len(text)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        self.assertEqual(size, 400 << 20)
+        # 1 KiB of the file has 256 blocks at most, of 128 KiB. A call of the package joins parts of them once: twice 32 MiB.
+        self.assertLess(most, 80 << 20)
 
     @unittest.skipUnless(pyarrow, "the pyarrow package is not installed")
     def test_parquet(self):
