@@ -408,6 +408,10 @@ def prepare(args):
     if crlf:
         print(f"prepare_text.py: note: {len(crlf)} files have lines that end in CR LF, such as {shown(crlf[0])}; so do the "
               "tokens", file=sys.stderr)
+    like_records = train.like_records or val.like_records
+    if like_records:
+        print(f"prepare_text.py: warning: {shown(like_records)} was taken as text, but begins as JSON records do; files of them are "
+              "named .jsonl", file=sys.stderr)
     for split, writer in writers.items():
         script.say(f"{split + ':':6} {writer.summary()}")
     escaped = glob.escape(prefix).replace("\\", r"[\\]")  # for glob(3), which has escapes, and for Python

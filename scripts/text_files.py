@@ -210,7 +210,8 @@ class Text:
     """The documents of some files. Each iteration starts from the beginning and yields (first, text): chunks in order,
     first 1 where a document begins. `done` of `size` bytes of the files are read so far, and `given` bytes of text were
     yielded. `damaged` counts bytes that are not UTF-8, and `bad` records that are left out. `crlf` are the files with CR LF
-    line ends. Files of of_folders that are not text are added to left_out. A file must not change between iterations."""
+    line ends, and `like_records` is a plain file with JSON records. Files of of_folders that are not text are added to
+    left_out. A file must not change between iterations."""
 
     def __init__(self, files, of_folders=(), left_out=None, separator=None, field="text", json_as_text=False):
         self.files, self.separator, self.field, self.json_as_text = files, separator, field, json_as_text
@@ -225,7 +226,7 @@ class Text:
         self.given = 0
         self.damaged, self.first_damage = 0, None
         self.bad, self.first_bad = 0, None
-        self.crlf = []
+        self.crlf, self.like_records = [], None
 
     def reader(self, path):
         kind = os.path.splitext(unpacked_name(path))[1].lower()
@@ -256,6 +257,8 @@ class Text:
             for first, text in read(path):
                 if self.crlf[-1:] != [path] and b"\r\n" in text:
                     self.crlf.append(path)
+                if first and read == self.plain and not self.json_as_text and self.begins_as_record(text):
+                    self.like_records = self.like_records or path
                 self.given += len(text)
                 yield first, text
             self.check_state(path)
@@ -380,6 +383,12 @@ class Text:
                           "--json-as-text takes the file as text",
                           "JSON that is not one object a line; --json-as-text takes it as text") from error
         yield from self.records(itertools.chain(first, lines), self.text_of_line)
+
+    def begins_as_record(self, text):
+        try:
+            return text.startswith(b"{") and self.text_of_line(text.split(b"\n", 1)[0]) is not None
+        except BadRecord:
+            return False
 
     def text_of_line(self, line):
         value = record = object_of(line)

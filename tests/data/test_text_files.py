@@ -140,6 +140,14 @@ class Formats(Prepare):
         self.fails(d, "--glob", "*.json", "--strict", "--overwrite", says="array.json: its first line is not JSON")
         self.assertEqual(len(self.read(d, "--glob", "*.json", "--json-as-text")), 8)
 
+    def test_records_in_files_of_other_names(self):
+        said = "prepare_text.py: warning: {} was taken as text, but begins as JSON records do; files of them are named .jsonl\n"
+        for name in ("part-00000", "a.txt", "a.JSONLINES"):
+            path = self.write(name, lines_of(TEXTS))
+            self.assertIn(said.format(path), self.run_it(path, "--val-fraction", "0", "--overwrite"))
+        for name, data in (("a.c", b"{ 1 }\n" * 9), ("b.txt", b'{"name": "no text"}\n'), ("c.txt", b'text\n{"text": "a"}\n')):
+            self.assertNotIn("warning", self.run_it(self.write(name, data), "--val-fraction", "0", "--overwrite"))
+
     def test_bad_records_are_left_out(self):
         good = lines_of(["good"])
         for line, says in ((b"{bad", "line 2: not JSON (Expecting property name enclosed in double quotes: line 1 "
