@@ -12,11 +12,12 @@ all are complete. Then earlier files of the NAME are removed and the new ones ar
 The next run of the same NAME removes the .tmp files of a killed run. Two runs of one NAME at a time are refused.
 
 Every document begins with the end-of-text token. The byte tokenizer (ids 0..255, 256 = end of text) needs only
-Python's standard library. A document is a record of a .jsonl, .ndjson or .parquet file (its --field), or a whole file
-of another kind. With --split-on it is a part of one, without the line ends around it. Files that end in .gz, .xz or
-.zst are decompressed as they are read. In a folder, files that are not text, links to folders and dangling links are
-left out and counted. Text is processed a few MiB at a time; a longer document is cut at line ends. One process reads
-and writes, and --jobs processes encode. The shards are the same for any number of jobs.
+Python's standard library. A document is a record of a .jsonl, .ndjson, .json or .parquet file (its --field), or a
+whole file of another kind. With --split-on it is a part of one, without the line ends around it. Files that end in
+.gz, .xz or .zst are decompressed as they are read. In a folder, files that are not text, links to folders and dangling
+links are left out and counted. So are records without a text, in all files. Text is processed a few MiB at a time; a
+longer document is cut at line ends. One process reads and writes, and --jobs processes encode. The shards are the
+same for any number of jobs.
 
 Without --val, a hash of a document's beginning decides if it is validation. So the same text is always on the same
 side. With a few books this share may be below a quarter of --val-fraction or above four times it. Validation is then
@@ -31,6 +32,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import datetime
+import errno
 import fcntl
 import glob
 import hashlib
@@ -191,13 +193,32 @@ def header_bytes(*fields):
     return struct.pack("<256I", *fields, *[0] * (256 - len(fields)))
 
 
+NOT_OFFERED = errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK  # by some network and FUSE file systems
+
+
 def sync(path):
     """Writes a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not os.path.isdir(path) or error.errno not in NOT_OFFERED:
+            raise
+        print(f"prepare_text.py: warning: {path}: the names in this folder cannot be flushed to the disk ({error.strerror}): "
+              "after a power cut some may be missing", file=sys.stderr)
     finally:
         os.close(descriptor)
+
+
+def lock(file):
+    """Locks a file, which another run may have locked (BlockingIOError). Returns why the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NOT_OFFERED:
+            raise
+        return error.strerror
+    return None
 
 
 class NewFiles:
@@ -211,7 +232,9 @@ class NewFiles:
         file = open(name + ".tmp", "xb")  # never an existing file, nor the target of a link
         script.unfinished.append(file.name)
         self.files.append((name, file))
-        fcntl.flock(file, fcntl.LOCK_EX)
+        if (why := lock(file)) and len(self.files) == 1:
+            print(f"prepare_text.py: warning: {file.name} cannot be locked ({why}): another run of this --name would not be "
+                  "noticed", file=sys.stderr)
         return file
 
     def commit(self, earlier):
@@ -304,7 +327,7 @@ def remove_left(temporary):
             raise Failure(f"{path} is in the way: a link or a folder, not a file that a killed run left; remove it")
         with open(path, "r+b") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file)
             except BlockingIOError as error:
                 raise Failure(f"{path}: another run is writing files of this name; wait for its end, or choose another "
                               "--name") from error
@@ -332,10 +355,10 @@ def choose_tokenizer(args, prefix, dealt):
 def prepare(args):
     # The inputs, and the checks that no file is in the way.
     left_out = LeftOut(args.strict)
-    train, val = (Text(*find_files(inputs, args.glob, left_out), left_out, args.split_on, args.field or "text")
-                  for inputs in (args.inputs, args.val or []))
+    train, val = (Text(*find_files(inputs, args.glob, left_out), left_out, args.split_on, args.field or "text",
+                       args.json_as_text) for inputs in (args.inputs, args.val or []))
     if args.field and not (train.has_records() or val.has_records()):
-        raise Failure("--field is for records, and none of the files is .jsonl, .ndjson or .parquet")
+        raise Failure("--field is for records, and none of the files is .jsonl, .ndjson, .json or .parquet")
     os.makedirs(args.out, exist_ok=True)
     prefix = os.path.join(args.out, args.name)
     earlier, temporary = earlier_files(prefix)
@@ -362,9 +385,12 @@ def prepare(args):
         tokenize(dealt(), (train, val), tokenizer, jobs, writers)
         for line in left_out.summary():
             print(f"prepare_text.py: {line}", file=sys.stderr)
+        if train.bad + val.bad:
+            print(f"prepare_text.py: warning: {train.bad + val.bad} records left out (the first: "
+                  f"{shown(train.first_bad or val.first_bad)}); --strict stops there", file=sys.stderr)
         for split, wanted in (("train", True), ("val", val.files)):
             if wanted and not writers[split].tokens:
-                raise Failure(f"there is no text for {split}: the files are empty or blank")
+                raise Failure(f"there is no text for {split}: the files are empty, blank or left out")
             writers[split].finish_file()
         write_tokenizer(table, tokenizer)
         new.create(f"{prefix}_tokenizer.json").write(tokenizer.json())
@@ -382,13 +408,17 @@ def prepare(args):
     if crlf:
         print(f"prepare_text.py: note: {len(crlf)} files have lines that end in CR LF, such as {shown(crlf[0])}; so do the "
               "tokens", file=sys.stderr)
+    like_records = train.like_records or val.like_records
+    if like_records:
+        print(f"prepare_text.py: warning: {shown(like_records)} was taken as text, but begins as JSON records do; files of them are "
+              "named .jsonl", file=sys.stderr)
     for split, writer in writers.items():
-        print(f"{split + ':':6} {writer.summary()}")
+        script.say(f"{split + ':':6} {writer.summary()}")
     escaped = glob.escape(prefix).replace("\\", r"[\\]")  # for glob(3), which has escapes, and for Python
     options = ["--train", f"{escaped}_train_[0-9]*.bin"]
     if writers["val"].tokens:
         options += ["--val", f"{escaped}_val_[0-9]*.bin"]
-    print("use:  ", *map(quoted, options))
+    script.say("use:  ", *map(quoted, options))
 
 
 def quoted(word):
@@ -429,7 +459,10 @@ def main(arguments=None):
                         help="instead: train a byte-level BPE of N tokens on the training text, or on 128 MiB of it")
     parser.add_argument("--eot", metavar="TOKEN",
                         help="tokenizers: the end-of-text token, if it has an unusual name")
-    parser.add_argument("--field", help="field with the text in records of .jsonl, .ndjson and .parquet (text)")
+    parser.add_argument("--field", help="field with the text in records of .jsonl, .ndjson, .json and .parquet; data.text is "
+                        "the field text of the field data (text)")
+    parser.add_argument("--json-as-text", action="store_true",
+                        help="take .json files as text, as for source code, and not as records, one a line")
     parser.add_argument("--split-on", type=utf8, metavar="TEXT",
                         help="separator of documents in a file without records")
     parser.add_argument("--val", nargs="+", metavar="PATH", help="files or folders of text for validation")
@@ -440,7 +473,8 @@ def main(arguments=None):
     parser.add_argument("--glob", nargs="+", default=GLOBS, metavar="PATTERN",
                         help="which files of a folder are text (common suffixes of text and source code)")
     parser.add_argument("--strict", action="store_true",
-                        help="stop if anything in a folder would be left out: no text, a link to a folder, a dangling link")
+                        help="stop at what would be left out: a record without a text; in a folder a file that is not text, a "
+                        "link to a folder, a dangling link")
     parser.add_argument("--jobs", type=number(int, 1, 1024), default=len(os.sched_getaffinity(0)), metavar="N",
                         help="processes that encode (one a core)")
     parser.add_argument("--overwrite", action="store_true", help="replace earlier shards of the same name")

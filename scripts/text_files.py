@@ -1,18 +1,21 @@
 """Files of text as documents, for prepare_text.py.
 
-A plain file is one document, or several with a separator between them. In .jsonl (or .ndjson) and .parquet each
-record is one. All but .parquet may be compressed: .gz, .xz, .zst. Documents are yielded a few MiB at a time, so they
-need not fit into memory. Exceptions are a line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
+A plain file is one document, or several with a separator between them. In .jsonl (or .ndjson), .json and .parquet
+each record is one. All but .parquet may be compressed: .gz, .xz, .zst. Documents are yielded a few MiB at a time, so
+they need not fit into memory. Exceptions are a line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
+A .json has records as a .jsonl does; one whose first line is no object is refused, or taken as text on request.
 
 A plain file is text if it has no NUL byte and at most one byte in a thousand of the part read is not UTF-8. Such
-bytes are counted. So are those in the records of a .parquet, and halves of surrogate pairs in a .jsonl. A .jsonl file
-itself must be UTF-8. A plain file of a folder that is not text is left out as a whole, so each is read once before.
+bytes are counted, and so are halves of surrogate pairs in a .jsonl. A plain file of a folder that is not text is left
+out as a whole, so each is read once before. A record without a text in UTF-8 is left out. A file in which no record
+has one is treated as a file that is not text.
 """
 import codecs
 import errno
 import fnmatch
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -36,8 +39,12 @@ class NotText(Failure):
         self.reason = reason
 
 
+class BadRecord(Failure):
+    """A record has no text."""
+
+
 class LeftOut:
-    """Files of folders that are left out, and why. With `strict` the first is an error."""
+    """Files of folders that are left out, and why. With `strict` the first is an error, and so is the first bad record."""
 
     def __init__(self, strict):
         self.strict, self.reasons = strict, {}  # by path
@@ -74,17 +81,19 @@ def find_files(inputs, patterns, left_out):
     patterns, in upper or lower case, without hidden files."""
     files, of_folders = [], set()
     for path in inputs:
-        mode = os.stat(path).st_mode
+        mode = stat.S_IFIFO if path == "-" else os.stat(path).st_mode
         if stat.S_ISREG(mode):
             files.append(path)
             continue
         if not stat.S_ISDIR(mode):
-            raise Failure(f"{path}: neither a file nor a folder")
-        found, others = [], []
-        for folder, folders, names in os.walk(path, onerror=refuse):
-            folders[:] = sorted(f for f in folders if not f.startswith("."))
-            for link in filter(os.path.islink, (os.path.join(folder, f) for f in folders)):
+            raise Failure(f"{path}: neither a file nor a folder; a pipe cannot be read twice: write its text to a file first")
+        found, others, waiting = [], [], [path]
+        while waiting:  # one level of os.walk at a time: it calls itself for each
+            folder, folders, names = next(os.walk(waiting.pop(), onerror=refuse))
+            folders = [os.path.join(folder, f) for f in sorted(folders) if not f.startswith(".")]
+            for link in filter(os.path.islink, folders):
                 left_out.add(link, "a link to a folder")
+            waiting += [f for f in reversed(folders) if not os.path.islink(f)]
             for name in sorted(n for n in names if not n.startswith(".")):
                 if not any(fnmatch.fnmatch(n.lower(), p.lower()) for n in (name, unpacked_name(name)) for p in patterns):
                     others.append(name)
@@ -119,7 +128,7 @@ class ZstdFile(io.RawIOBase):
             import zstandard
         except ImportError as error:
             raise Failure(f"{packed.name}: .zst needs the zstandard package: pip install zstandard") from error
-        self.zstandard, self.packed, self.frame, self.text = zstandard, packed, None, b""
+        self.zstandard, self.packed, self.frame, self.text = zstandard, packed, None, memoryview(b"")
 
     def readable(self):
         return True
@@ -127,7 +136,8 @@ class ZstdFile(io.RawIOBase):
     def readinto(self, buffer):
         while not self.text:
             ended = self.frame is None or self.frame.eof
-            data = (self.frame.unused_data if self.frame and ended else b"") or self.packed.read(1 << 17)
+            # A KiB has at most 32 MiB of text: a block of 128 KiB takes four bytes.
+            data = (self.frame.unused_data if self.frame and ended else b"") or self.packed.read(1 << 10)
             if not data:
                 if not ended:
                     raise EOFError("it ends within a frame")
@@ -135,7 +145,7 @@ class ZstdFile(io.RawIOBase):
             try:
                 if ended:  # a window of up to 2 GiB: what zstd --long=31 writes
                     self.frame = self.zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-                self.text = self.frame.decompress(data)
+                self.text = memoryview(self.frame.decompress(data))
             except self.zstandard.ZstdError as error:
                 raise OSError(error) from error
         count = min(len(buffer), len(self.text))
@@ -169,57 +179,102 @@ def in_pieces(text):
     yield at == 0, text[at:]
 
 
+def state_of(path):
+    info = os.stat(path)
+    return info.st_size, info.st_mtime_ns
+
+
+def read_line(file):
+    """The next line, or MAX_LINE bytes of a longer one."""
+    line = part = file.readline(MAX_LINE)
+    while len(part) == MAX_LINE and not part.endswith(b"\n"):  # the rest of the line
+        part = file.readline(MAX_LINE)
+    return line
+
+
+def object_of(line):
+    """The JSON object on a line."""
+    if len(line) == MAX_LINE:
+        raise BadRecord(f"longer than {MAX_LINE} bytes")
+    shown = ascii(line[:60].decode("utf-8", "replace").strip())
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"not JSON ({error}): {shown}") from error
+    if not isinstance(record, dict):
+        raise BadRecord(f"not a JSON object: {shown}")
+    return record
+
+
 class Text:
     """The documents of some files. Each iteration starts from the beginning and yields (first, text): chunks in order,
     first 1 where a document begins. `done` of `size` bytes of the files are read so far, and `given` bytes of text were
-    yielded. `damaged` counts bytes that are not UTF-8. `crlf` are the files with CR LF line ends. Files of of_folders that
-    are not text are added to left_out."""
+    yielded. `damaged` counts bytes that are not UTF-8, and `bad` records that are left out. `crlf` are the files with CR LF
+    line ends, and `like_records` is a plain file with JSON records. Files of of_folders that are not text are added to
+    left_out. A file must not change between iterations."""
 
-    def __init__(self, files, of_folders=(), left_out=None, separator=None, field="text"):
-        self.files, self.separator, self.field = files, separator, field
-        self.size = sum(os.path.getsize(path) for path in files)
-        self.unchecked, self.no_text, self.left_out = set(of_folders), set(), left_out
+    def __init__(self, files, of_folders=(), left_out=None, separator=None, field="text", json_as_text=False):
+        self.files, self.separator, self.field, self.json_as_text = files, separator, field, json_as_text
+        self.states = {path: state_of(path) for path in files}
+        self.size = sum(self.states[path][0] for path in files)
+        self.of_folders, self.checked, self.no_text = set(of_folders), set(), set()
+        self.left_out = left_out or LeftOut(False)
         self.begin()
 
     def begin(self):
         self.done = self.before = 0  # before: bytes of earlier files
         self.given = 0
         self.damaged, self.first_damage = 0, None
-        self.crlf = []
+        self.bad, self.first_bad = 0, None
+        self.crlf, self.like_records = [], None
 
     def reader(self, path):
         kind = os.path.splitext(unpacked_name(path))[1].lower()
-        return {".jsonl": self.json_lines, ".ndjson": self.json_lines, ".parquet": self.parquet}.get(kind, self.plain)
+        if kind == ".json" and self.json_as_text:
+            return self.plain
+        return {".jsonl": self.json_lines, ".ndjson": self.json_lines, ".json": self.json_file,
+                ".parquet": self.parquet}.get(kind, self.plain)
 
     def has_records(self):
         return any(self.reader(path) != self.plain for path in self.files)
 
-    def is_text(self, path):
-        """Whether a file is to be taken; a plain one of a folder is read once for that."""
-        if path in self.unchecked and self.reader(path) == self.plain:
-            before = self.damaged, self.first_damage
-            try:
-                for _ in self.raw_pieces(path):
-                    pass
-            except NotText as error:
-                self.left_out.add(path, error.reason, str(error))
-                self.no_text.add(path)
-            self.damaged, self.first_damage = before
-        self.unchecked.discard(path)
-        return path not in self.no_text
-
     def __iter__(self):
         self.begin()
         for path in self.files:
-            try:
-                for first, text in self.reader(path)(path) if self.is_text(path) else ():
-                    if self.crlf[-1:] != [path] and b"\r\n" in text:
-                        self.crlf.append(path)
-                    self.given += len(text)
-                    yield first, text
-            except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-                raise Failure(f"{path}: cannot read: {error}") from error
-            self.before = self.done = self.before + os.path.getsize(path)
+            if path not in self.no_text:
+                yield from self.documents(path)
+            self.before = self.done = self.before + self.states[path][0]
+
+    def documents(self, path):
+        read, damage = self.reader(path), (self.damaged, self.first_damage)
+        try:
+            self.check_state(path)
+            if path in self.of_folders - self.checked and read == self.plain:
+                for _ in self.raw_pieces(path):
+                    pass
+                self.checked.add(path)
+                self.damaged, self.first_damage = damage
+            for first, text in read(path):
+                if self.crlf[-1:] != [path] and b"\r\n" in text:
+                    self.crlf.append(path)
+                if first and read == self.plain and not self.json_as_text and self.begins_as_record(text):
+                    self.like_records = self.like_records or path
+                self.given += len(text)
+                yield first, text
+            self.check_state(path)
+        except NotText as error:  # no text of it was yielded
+            if path not in self.of_folders - self.checked:
+                raise
+            self.left_out.add(path, error.reason, str(error))
+            self.no_text.add(path)
+            self.damaged, self.first_damage = damage
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise Failure(f"{path}: cannot read: {error}") from error
+
+    def check_state(self, path):
+        """A file that is read twice must stay as it is."""
+        if state_of(path) != self.states[path]:
+            raise Failure(f"{path}: it changes while it is read; start again when nothing writes to it")
 
     def chunks(self, path, read):
         """Yields read(file) of the decompressed file until the end, and an empty result last."""
@@ -230,6 +285,8 @@ class Text:
             chunk = True
             while chunk:
                 chunk = read(file)
+                if packed.tell() > self.states[path][0]:  # one that grows for ever has no end
+                    self.check_state(path)
                 self.done = self.before + packed.tell()
                 yield chunk
 
@@ -258,7 +315,8 @@ class Text:
             unchecked += chunk
             nul = unchecked.find(b"\0")
             if nul >= 0:
-                raise NotText(f"{path}: byte {at + nul} is NUL: not text", "not text: it holds NUL bytes")
+                raise NotText(f"{path}: byte {at + nul} is NUL: not text; if it is packed, or .parquet, its name must say so",
+                              "not text: it holds NUL bytes")
             end = self.check(unchecked, place, final=not chunk)
             at, unchecked, rest = at + end, unchecked[end:], rest + unchecked[:end]
             if self.damaged - earlier > at // DAMAGE:
@@ -287,54 +345,103 @@ class Text:
                 first = False
             first = first or ends
 
-    def json_lines(self, path):
-        for number, line in enumerate(self.chunks(path, lambda file: file.readline(MAX_LINE)), 1):
-            place = f"{path}: line {number}"
-            if len(line) == MAX_LINE:
-                raise Failure(f"{place}: longer than {MAX_LINE} bytes")
-            if not line.strip():
-                continue
-            shown = ascii(line[:60].decode("utf-8", "replace").strip())
+    def records(self, records, text_of):
+        """The documents of records, given as (place, record)."""
+        good, bad, first_bad = 0, 0, None
+        for place, record in records:
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise Failure(f"{place}: not JSON ({error}): {shown}") from error
-            if not isinstance(record, dict):
-                raise Failure(f"{place}: not a JSON object: {shown}")
-            if self.field not in record:
-                has = ", ".join(map(ascii, record)) or "none"
-                raise Failure(f"{place}: no field {self.field!a}; it has {has}; choose with --field")
-            text = record[self.field]
-            if not isinstance(text, str):
-                raise Failure(f"{place}: field {self.field!a} holds {ascii(json.dumps(text)[:60])}, not a string")
-            text = text.encode("utf-8", "surrogatepass")  # half of a pair counts as damage
+                text = text_of(record)
+            except BadRecord as error:
+                if self.left_out.strict:
+                    raise Failure(f"{place}: {error}") from error
+                bad, first_bad = bad + 1, first_bad or f"{place}: {error}"
+                continue
+            good += 1
             self.check(text, lambda _: place)
             yield from in_pieces(text)
+        if bad and not good:
+            raise NotText(first_bad, "no record has a text; --field names its field")
+        self.bad, self.first_bad = self.bad + bad, self.first_bad or first_bad
+
+    def lines(self, path):
+        for number, line in enumerate(self.chunks(path, read_line), 1):
+            if line.strip():
+                yield f"{path}: line {number}", line
+
+    def json_lines(self, path):
+        return self.records(self.lines(path), self.text_of_line)
+
+    def json_file(self, path):
+        """A .json has records as a .jsonl does, or it is one value of many lines."""
+        lines = self.lines(path)
+        first = list(itertools.islice(lines, 1))
+        try:
+            for _, line in first:
+                object_of(line)
+        except BadRecord as error:
+            raise NotText(f"{path}: its first line is {error}; records are JSON objects, one a line, as jq -c writes them; "
+                          "--json-as-text takes the file as text",
+                          "JSON that is not one object a line; --json-as-text takes it as text") from error
+        yield from self.records(itertools.chain(first, lines), self.text_of_line)
+
+    def begins_as_record(self, text):
+        try:
+            return text.startswith(b"{") and self.text_of_line(text.split(b"\n", 1)[0]) is not None
+        except BadRecord:
+            return False
+
+    def text_of_line(self, line):
+        value = record = object_of(line)
+        for name in [self.field] if self.field in record else self.field.split("."):
+            if not isinstance(value, dict) or name not in value:
+                has = ", ".join(map(ascii, record)) or "none"
+                raise BadRecord(f"no field {self.field!a}; it has {has}; choose with --field")
+            value = value[name]
+        if not isinstance(value, str):
+            raise BadRecord(f"field {self.field!a} holds {ascii(json.dumps(value)[:60])}, not a string")
+        return value.encode("utf-8", "surrogatepass")  # half of a pair counts as damage
 
     def parquet(self, path):
+        return self.records(self.cells(path), self.text_of_cell)
+
+    def cells(self, path):
         try:
             import pyarrow
+            import pyarrow.compute
             import pyarrow.parquet
         except ImportError as error:
             raise Failure(f"{path}: .parquet needs the pyarrow package: pip install pyarrow") from error
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
                 schema = file.schema_arrow
-                if self.field not in schema.names:
-                    raise Failure(f"{path}: no column {self.field!a}; it has {', '.join(map(ascii, schema.names))}; "
-                                  "choose with --field")
-                kind = schema.field(self.field).type
-                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                    raise Failure(f"{path}: column {self.field!a} holds {kind}, not strings")
-                number, place = 0, lambda _: f"{path}: record {number}"
+                names = [self.field] if self.field in schema.names else self.field.split(".")
+                kind = pyarrow.struct(list(schema))
+                for name in names:
+                    if not pyarrow.types.is_struct(kind) or kind.get_field_index(name) < 0:
+                        raise NotText(f"{path}: no column {self.field!a}; it has {', '.join(map(ascii, schema.names))}; "
+                                      "choose with --field", f"no column {self.field!a}; choose with --field")
+                    kind = kind.field(name).type
+                values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+                if not re.fullmatch("(large_)?(string|binary)(_view)?", str(values)):
+                    raise NotText(f"{path}: column {self.field!a} holds {kind}, not strings",
+                                  f"column {self.field!a} does not hold strings; choose with --field")
+                number = 0
                 for group in range(file.num_row_groups):
                     for batch in file.iter_batches(256, [group], [self.field], use_threads=False):
-                        for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                            number += 1
-                            if text is None:
-                                raise Failure(f"{place(0)}: column {self.field!a} holds null, not a string")
-                            self.check(text, place)
-                            yield from in_pieces(text)
-                    self.done = self.before + os.path.getsize(path) * (group + 1) // file.num_row_groups
+                        column = batch.column(names[0])
+                        if names[1:]:
+                            column = pyarrow.compute.struct_field(column, names[1:])
+                        for number, cell in enumerate(column.cast(pyarrow.large_binary()).to_pylist(), number + 1):
+                            yield f"{path}: record {number}", cell
+                    self.done = self.before + self.states[path][0] * (group + 1) // file.num_row_groups
         except pyarrow.ArrowException as error:
             raise Failure(f"{path}: cannot read: {error}") from error
+
+    def text_of_cell(self, cell):
+        if cell is None:
+            raise BadRecord(f"column {self.field!a} holds null, not a string")
+        try:
+            cell.decode()
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"column {self.field!a} holds bytes that are not UTF-8 ({error})") from error
+        return cell

@@ -5,6 +5,7 @@ of each token. Its json() returns a tokenizer.json with the same ids. tiktoken i
 `tokenizers`. So it also encodes for a tokenizer.json, if a test shows the same ids.
 """
 import array
+import concurrent.futures
 import contextlib
 import hashlib
 import json
@@ -17,6 +18,8 @@ from tokenizer_json import EOT, byte_level_alphabet, byte_level_json, tiktoken_p
 
 MAX_VOCAB = 1 << 24  # train_moe reads no larger tokenizer
 TRAINED_ON = 128 << 20  # bytes of text at most
+WORD = 256  # characters of letters, digits, other signs or blanks in a row, from which a word of the training is cut
+ONE_WORD = re.compile("|".join(f"{kind}{{{WORD}}}" for kind in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")))
 # Characters of every kind, next to their like and to others; what merging and splitting do at the ends of runs.
 HARD_TEXT = ("".join(f"{c} {c}{c}1a{c}" for i in (*range(1, 0x3000), *range(0x1F300, 0x1F700)) for c in chr(i)) +
              "I'm we'LL they'd 'sa 12345 1,234.5 a1b2  x   \n\n\t y\r\n\r\n  \n z!!! ...\n\nCamelCase naïve "
@@ -263,6 +266,13 @@ def text_sample(texts, size):
     return [text.decode("utf-8", "replace") for _, text in kept]
 
 
+def cut_long_words(text):
+    """A text in parts, so that its words have less than 2 WORD characters: a word's time grows with its length for each
+    merge. Text without such words stays whole."""
+    cuts = [0, *(at for at in range(WORD, len(text), WORD) if ONE_WORD.match(text, at)), len(text)]
+    return [text[begin:end] for begin, end in zip(cuts, cuts[1:])]
+
+
 def train_tokenizer(vocab, texts):
     """A byte-level BPE of `vocab` tokens, as a tokenizer.json."""
     tokenizers = library("tokenizers", "--train-tokenizer")
@@ -274,7 +284,9 @@ def train_tokenizer(vocab, texts):
           file=sys.stderr)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab, special_tokens=[EOT], initial_alphabet=level.alphabet(),
                                              show_progress=False)
-    tokenizer.train_from_iterator(sample, trainer)
+    sample = [part for text in sample for part in cut_long_words(text)]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # a signal ends a wait, but not a call of the library
+        pool.submit(tokenizer.train_from_iterator, sample, trainer).result()
     if tokenizer.get_vocab_size() < vocab:
         print(f"prepare_text.py: warning: the text gives a tokenizer of {tokenizer.get_vocab_size()} tokens, not "
               f"{vocab}", file=sys.stderr)

@@ -2,6 +2,8 @@
 """Tests of scripts/prepare_text.py: documents, shards and files, bytes as tokens. Needs only the standard library."""
 import contextlib
 import ctypes
+import errno
+import fcntl
 import glob
 import gzip
 import io
@@ -12,6 +14,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -336,6 +339,40 @@ class Refused(Prepare):
         self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {self.out}: File too large\n"))
         self.assertEqual(sorted(os.listdir(self.out)), before)
 
+    def test_full_disk_behind_stdout(self):
+        a = self.write("a.txt", b"text\n" * 100)
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([sys.executable, os.path.join(SCRIPTS, "prepare_text.py"), a, "--out", self.out], stdout=full,
+                                  stderr=subprocess.PIPE, timeout=60, text=True)
+        self.assertEqual((done.returncode, done.stderr), (1, "prepare_text.py: error: stdout: No space left on device\n"))
+        self.assertIn("text_tokenizer.bin", os.listdir(self.out))
+
+    def test_file_systems_without_fsync_or_locks(self):
+        a, fsync = self.write("a.txt", b"text\n" * 100), os.fsync
+
+        def fails_for_folders(descriptor):
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(number, os.strerror(number))
+            fsync(descriptor)
+
+        def no_locks(*_):
+            raise OSError(number, os.strerror(number))
+
+        for number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO):
+            for place, name, call, says in ((os, "fsync", fails_for_folders, f"{self.out}: the names in this folder cannot be flushed to the "
+                                             "disk ({}): after a power cut some may be missing"),
+                                            (fcntl, "flock", no_locks, f"{self.out}/text_tokenizer.bin.tmp cannot be locked ({{}}): another "
+                                             "run of this --name would not be noticed")):
+                with mock.patch.object(place, name, call):
+                    printed = self.run_it(a, "--overwrite", expect=int(number == errno.EIO))
+                if number == errno.EIO:
+                    self.assertIn(f"error: {self.out}: Input/output error", printed)
+                else:
+                    self.assertEqual(printed.count("warning"), 1)
+                    self.assertIn(f"prepare_text.py: warning: {says.format(os.strerror(number))}\n", printed)
+        number = errno.EINVAL  # of a file it is an error
+        with mock.patch.object(os, "fsync", no_locks):
+            self.assertIn(f"error: {self.out}: Invalid argument", self.run_it(a, "--overwrite", expect=1))
 
 
 class NotFiles(Prepare):
@@ -502,9 +539,22 @@ class NotFiles(Prepare):
         self.assertEqual(code, 0, stderr)
         self.assertEqual(stderr, f"prepare_text.py: 3 left out (not a file), such as {d}/pipe.txt\n")
         self.assertEqual(len(self.documents("train")), 2)
-        for path in (os.path.join(d, "pipe.txt"), "/dev/null"):
+        for path in (os.path.join(d, "pipe.txt"), "/dev/null", "-"):
             code, _, stderr = self.run_script(self.text, path)
-            self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {path}: neither a file nor a folder\n"))
+            self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {path}: neither a file nor a folder; a pipe cannot be "
+                                                 "read twice: write its text to a file first\n"))
+
+    def test_deep_folders(self):
+        """More levels than Python calls: the order is that of os.walk."""
+        top = os.path.join(self.folder, "d")
+        for names in ("b.txt", "a/z.txt", "a/b/y.txt", "c/x.txt"):
+            self.write(f"d/{names}", names.encode())
+        deep = "c/" + "d/" * 1500
+        subprocess.run(["mkdir", "-p", os.path.join(top, deep)], check=True)
+        self.write(f"d/{deep}last.txt", b"last")
+        self.addCleanup(subprocess.run, ["rm", "-rf", os.path.join(top, "c")], check=True)  # Python's rmtree calls itself too
+        self.run_it(top, "--val-fraction", "0")
+        self.assertEqual(self.documents("train"), [b"b.txt", b"a/z.txt", b"a/b/y.txt", b"c/x.txt", b"last"])
 
     def test_loops(self):
         self.write("d/sub/a.txt", b"text")

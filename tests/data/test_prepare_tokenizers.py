@@ -7,11 +7,15 @@ import io
 import json
 import os
 import random
+import re
+import signal
+import subprocess
 import sys
+import time
 import unittest
 from unittest import mock
 
-from test_prepare import Prepare, read_table
+from test_prepare import SCRIPTS, Prepare, read_table
 import prepare_text
 import text_tokenizers
 import tokenizer_json
@@ -404,6 +408,38 @@ class Train(Prepare):
         # A sixth to a third of the words, each equally likely: 33 of 200 at least, and 12 is 4 deviations (5.3) below.
         for part in (learned[:200], learned[200:]):
             self.assertTrue(12 <= sum(part) <= 100, sum(part))
+
+    def test_long_words_are_cut(self):
+        """The time to train on a word of a million letters would be hours."""
+        letters = "".join(random.Random(8).choices("abcdefghijklmnopqrstuvwxyz", k=1 << 20))
+        self.run_it(self.write("a.txt", letters.encode()), "--train-tokenizer", "1000")
+        self.assertEqual(len(self.vocabulary()), 1000)
+        word = text_tokenizers.WORD
+        for text in ("x" * 5000, "a " + "é" * 3000 + "1" * 3000 + " \n" * 2000 + "-_" * 1500, letters[:4000] + " " + letters[:word - 1]):
+            parts = text_tokenizers.cut_long_words(text)
+            self.assertEqual("".join(parts), text)
+            for part in parts:
+                runs = re.findall(r"[^\W\d_]+|\d+|(?:[^\w\s]|_)+|\s+", part)
+                self.assertLess(max(map(len, runs)), 2 * word)
+        ordinary = ("word " * 50 + "x" * (word - 1) + "\n" * (word - 1) + "https://example.org/a1b2" * 30) * 20
+        self.assertEqual(text_tokenizers.cut_long_words(ordinary), [ordinary])
+
+    def test_a_signal_ends_training(self):
+        """It does not wait for the library, which here would take hours."""
+        path = self.write("a.txt", random.Random(9).randbytes(1 << 20).hex().translate({48 + i: 103 + i for i in range(10)}).encode())
+        code = (f"import sys; sys.path.insert(0, {SCRIPTS!r}); sys.dont_write_bytecode = True; import prepare_text, text_tokenizers\n"
+                "text_tokenizers.cut_long_words = lambda text: [text]\nsys.argv[0] = 'prepare_text.py'\n"
+                f"prepare_text.main([{path!r}, '--out', {self.out!r}, '--train-tokenizer', '30000'])")
+        with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as trains:
+            try:
+                self.assertIn("training a tokenizer", trains.stderr.readline())
+                time.sleep(1)
+                trains.terminate()
+                self.assertEqual(trains.wait(20), -signal.SIGTERM)
+            finally:
+                trains.kill()
+            self.assertEqual(trains.stderr.read(), "prepare_text.py: ended by SIGTERM\n")
+        self.assertEqual(os.listdir(self.out), [])
 
 
 if __name__ == "__main__":

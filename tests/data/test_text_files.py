@@ -3,6 +3,7 @@
 
 The shards must not depend on the number of processes. Formats of other packages are tested where these are installed."""
 import gzip
+import io
 import json
 import lzma
 import os
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import unittest
 from unittest import mock
 
@@ -105,12 +107,48 @@ class Formats(Prepare):
         self.assertEqual(self.read(self.write("b.jsonl", lines_of(TEXTS, "content")), "--field", "content"), TEXTS)
         self.assertEqual(self.read(self.folder, "--glob", "a.jsonl"), TEXTS * 3)  # compressed or not
         self.assertEqual(self.read(self.write("d.ndjson", lines_of(TEXTS, "content")), "--field", "content"), TEXTS)
-        plain = self.write("e.json", lines_of(TEXTS))
+        plain = self.write("e.txt", lines_of(TEXTS))
         self.fails(plain, "--field", "content", "--overwrite", says="--field is for records, and none of the files is .jsonl")
+        nested = b'{"data": {"text": {"en": "deep"}}}\n{"data.text.en": "flat", "data": 1}\n'
+        self.assertEqual(self.read(self.write("n.jsonl", nested), "--field", "data.text.en"), ["deep", "flat"])
         # --split-on does not cut records.
         self.assertEqual(self.read(self.write("c.jsonl", lines_of(["a|b"])), "--split-on", "|"), ["a|b"])
 
-    def test_json_lines_refused(self):
+    def test_json(self):
+        """A .json is records if its first line is an object."""
+        data = lines_of(TEXTS)
+        for name, packed in (("a.json", data), ("b.json.gz", gzip.compress(data)), ("c.JSON.xz", lzma.compress(data))):
+            self.assertEqual(self.read(self.write(f"d/{name}", packed)), TEXTS)
+        if zstandard:
+            self.assertEqual(self.read(self.write("d/d.json.zst", zstandard.ZstdCompressor().compress(data))), TEXTS)
+            os.remove(os.path.join(self.folder, "d/d.json.zst"))
+        d = os.path.join(self.folder, "d")
+        self.assertEqual(self.read(d, "--glob", "*.json"), TEXTS * 3)
+        # Other JSON is not taken for text without a word.
+        whole = {"array.json": b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "object.json": b'{\n "text": "a"\n}\n',
+                 "line.json": b'[{"text": "a"}]', "word.json": b"word"}
+        for name, data in whole.items():
+            path = self.write(f"d/{name}", data)
+            self.fails(path, "--overwrite", says=f"error: {path}: its first line is not ")
+            self.fails(path, "--overwrite", says="JSON objects, one a line, as jq -c writes them; --json-as-text takes the file as text")
+            self.assertEqual(self.read(path, "--json-as-text"), [data.decode()])
+        self.write("d/settings.json", b'{"name": "no record"}')
+        printed = self.run_it(d, "--glob", "*.json", "--val-fraction", "0", "--overwrite")
+        self.assertEqual([d.decode() for d in self.documents("train")], TEXTS * 3)
+        self.assertIn(f"4 left out (JSON that is not one object a line; --json-as-text takes it as text), such as {d}/array.json\n", printed)
+        self.assertIn(f"1 left out (no record has a text; --field names its field), such as {d}/settings.json\n", printed)
+        self.fails(d, "--glob", "*.json", "--strict", "--overwrite", says="array.json: its first line is not JSON")
+        self.assertEqual(len(self.read(d, "--glob", "*.json", "--json-as-text")), 8)
+
+    def test_records_in_files_of_other_names(self):
+        said = "prepare_text.py: warning: {} was taken as text, but begins as JSON records do; files of them are named .jsonl\n"
+        for name in ("part-00000", "a.txt", "a.JSONLINES"):
+            path = self.write(name, lines_of(TEXTS))
+            self.assertIn(said.format(path), self.run_it(path, "--val-fraction", "0", "--overwrite"))
+        for name, data in (("a.c", b"{ 1 }\n" * 9), ("b.txt", b'{"name": "no text"}\n'), ("c.txt", b'text\n{"text": "a"}\n')):
+            self.assertNotIn("warning", self.run_it(self.write(name, data), "--val-fraction", "0", "--overwrite"))
+
+    def test_bad_records_are_left_out(self):
         good = lines_of(["good"])
         for line, says in ((b"{bad", "line 2: not JSON (Expecting property name enclosed in double quotes: line 1 "
                                      "column 2 (char 1)): '{bad'"),
@@ -124,10 +162,24 @@ class Formats(Prepare):
                            (b'{"text": 12}', "line 2: field 'text' holds '12', not a string"),
                            (b'{"text": null}', "line 2: field 'text' holds 'null', not a string"),
                            (b'{"text": ["a"]}', "line 2: field 'text' holds '[\"a\"]', not a string")):
-            path = self.write("bad.jsonl", good + line + b"\n" + good)
-            self.fails(path, says=f"error: {path}: {says}")
+            path = self.write("bad.jsonl", good + line + b"\n" + good + line)
+            printed = self.run_it(path, "--val-fraction", "0", "--overwrite")
+            self.assertEqual(self.documents("train"), [b"good", b"good"])
+            self.assertEqual(printed.count("prepare_text.py: warning: 2 records left out"), 1)
+            self.assertIn(f"(the first: {path}: {says}", printed)
+            self.assertIn("; --strict stops there\n", printed)
+            self.fails(path, "--strict", "--overwrite", says=f"error: {path}: {says}")
+            alone = self.write("alone.jsonl", line + b"\n" + line)  # as with a wrong --field
+            self.fails(alone, "--overwrite", says=f"error: {alone}: {says.replace('line 2', 'line 1')}")
         with mock.patch.object(text_files, "MAX_LINE", 30):
-            self.fails(self.write("bad.jsonl", good + lines_of(["x" * 30])), says="line 2: longer than 30 bytes")
+            path = self.write("bad.jsonl", good + lines_of(["x" * 30, "y" * 49]) + good)
+            self.assertIn(f"warning: 2 records left out (the first: {path}: line 2: longer than 30 bytes)",
+                          self.run_it(path, "--val-fraction", "0", "--overwrite"))
+            self.assertEqual(self.documents("train"), [b"good", b"good"])
+        # They are counted once, though text is read twice, and in both splits.
+        path = self.write("bad.jsonl", lines_of(["good %d" % i for i in range(50)]) + b"{bad\n")
+        self.assertIn("warning: 2 records left out (the first: ", self.run_it(path, path, "--overwrite"))
+        self.assertIn("warning: 2 records left out (the first: ", self.run_it(path, "--val", path, "--overwrite"))
 
     @unittest.skipUnless(zstandard, "the zstandard package is not installed")
     def test_zstd(self):
@@ -146,6 +198,20 @@ class Formats(Prepare):
         packed = stream.compress(b"long window") + stream.flush()
         self.assertEqual(self.read(self.write("a.txt.zst", packed)), ["long window"])
 
+    @unittest.skipUnless(zstandard, "the zstandard package is not installed")
+    def test_zstd_that_packs_well(self):
+        """Little of the text of a frame is in memory at a time."""
+        frame, size = zstandard.ZstdCompressor().compress(bytes(400 << 20)), 0
+        tracemalloc.start()
+        with io.BufferedReader(text_files.ZstdFile(io.BytesIO(frame)), text_files.PIECE) as file:
+            while text := file.read(text_files.PIECE):
+                size += len(text)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        self.assertEqual(size, 400 << 20)
+        # 1 KiB of the file has 256 blocks at most, of 128 KiB. A call of the package joins parts of them once: twice 32 MiB.
+        self.assertLess(most, 80 << 20)
+
     @unittest.skipUnless(pyarrow, "the pyarrow package is not installed")
     def test_parquet(self):
         path = os.path.join(self.folder, "a.parquet")
@@ -158,12 +224,41 @@ class Formats(Prepare):
                        says=f"error: {path}: no column 'body'; it has 'id', 'text'; choose with --field")
             self.fails(path, "--field", "id", "--overwrite",
                        says=f"error: {path}: column 'id' holds int64, not strings")
-        pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", None]}), path)
-        self.fails(path, "--overwrite", says=f"error: {path}: record 3: column 'text' holds null, not a string")
+        for kind in (pyarrow.string(), pyarrow.binary()):
+            null = [pyarrow.array(["a", "b", None, "c"], kind)]
+            pyarrow.parquet.write_table(pyarrow.table(null, ["text"]), path)
+            says = f"{path}: record 3: column 'text' holds null, not a string"
+            self.assertIn(f"warning: 1 records left out (the first: {says})", self.run_it(path, "--val-fraction", "0", "--overwrite"))
+            self.assertEqual(self.documents("train"), [b"a", b"b", b"c"])
+            self.fails(path, "--strict", "--overwrite", says=f"error: {says}")
         with open(path, "rb") as file:
             data = file.read()
         for bad in (b"", b"no parquet", data[:-9], data[:40] + b"x" * 40 + data[80:]):
             self.fails(self.write("a.parquet", bad), "--overwrite", says=f"error: {path}: cannot read: ")
+
+    @unittest.skipUnless(pyarrow, "the pyarrow package is not installed")
+    def test_columns_of_parquet(self):
+        """Strings, bytes, dictionaries of them, and fields of fields."""
+        path, texts = os.path.join(self.folder, "a.parquet"), ["one", "ü", "one", "four"]
+        data = [text.encode() for text in texts]
+        inside = [{"text": text, "more": {"en": text}} for text in texts]
+        columns = {"s": texts, "b": data, "l": pyarrow.array(data, pyarrow.large_binary()), "d": pyarrow.array(texts).dictionary_encode(),
+                   "e": pyarrow.array(data).dictionary_encode(), "data": inside, "n": [None, *inside[1:]], "n.flat": texts,
+                   "i": range(4), "image": [b"\xff\xd8"] * 4, "list": [["text"]] * 4}
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+        for field in ("s", "b", "l", "d", "e", "data.text", "data.more.en", "n.flat"):
+            self.assertEqual(self.read(path, "--field", field), texts, field)
+        self.assertEqual(self.read(path, "--field", "n.text"), texts[1:])  # the first is null
+        for field, says in (("i", "column 'i' holds int64, not strings"), ("data", "column 'data' holds struct<"),
+                            ("list", "column 'list' holds list<"), ("data.none", "no column 'data.none'; it has 's', 'b', 'l'"),
+                            ("s.text", "no column 's.text'; it has 's'"),
+                            ("image", "record 1: column 'image' holds bytes that are not UTF-8 ('utf-8' codec can't decode byte 0xff")):
+            self.fails(path, "--field", field, "--overwrite", says=f"error: {path}: {says}")
+        # In a folder such a file is left out.
+        self.write("good.jsonl", lines_of(["good"]))
+        self.assertEqual(self.read(self.folder, "--glob", "*.parquet", "*.jsonl"), ["good"])
+        printed = self.run_it(self.folder, "--val-fraction", "0", "--overwrite")
+        self.assertIn(f"1 left out (no column 'text'; choose with --field), such as {path}\n", printed)
 
     def test_missing_packages(self):
         with mock.patch.dict(sys.modules, {"zstandard": None, "pyarrow": None, "pyarrow.parquet": None}):
@@ -239,6 +334,44 @@ class NotText(Prepare):
         text = "\ufffd is a character\n".encode() * 100
         self.assertNotIn("warning", self.run_it(self.write("b.txt", text)))
         self.assertIn("warning: 1 places", self.run_it(self.write("b.txt", text + b"\xff\n"), "--overwrite"))
+
+
+class Changes(Prepare):
+    """A file that is read twice and changes meanwhile gives an error."""
+
+    def changed(self, path, change, *arguments):
+        read, calls = text_files.Text.documents, []
+
+        def documents(text, path):
+            calls.append(path)
+            if len(calls) == 2:
+                change()
+            yield from read(text, path)
+
+        with mock.patch.object(text_files.Text, "documents", documents):
+            self.fails(path, *arguments, says=f"error: {path}: it changes while it is read; start again when nothing writes to it")
+
+    def test_between_two_readings(self):
+        for name, data in (("a.txt", b"text\n" * 1000), ("a.jsonl", lines_of(["text %d" % i for i in range(300)]))):
+            for size in (0, 1000, 1 << 20):
+                path = self.write(name, data)
+                self.changed(path, lambda path=path, size=size: os.truncate(path, size))
+            path = self.write(name, data)
+            self.changed(path, lambda path=path: os.utime(path, ns=(1, 1)))
+
+    def test_a_file_that_grows(self):
+        """Each chunk that is read makes the file longer."""
+        def documents(text, path):
+            for item in read(text, path):
+                if os.path.getsize(path) < 1 << 20:
+                    with open(path, "ab") as file:
+                        file.write(b"more text\n" * 100)
+                yield item
+
+        read = text_files.Text.documents
+        with mock.patch.object(text_files, "PIECE", 500), mock.patch.object(text_files.Text, "documents", documents):
+            path = self.write("a.txt", b"text\n" * 1000)
+            self.fails(path, "--val-fraction", "0", says=f"error: {path}: it changes while it is read")
 
 
 class Left(Prepare):
