@@ -32,7 +32,8 @@ options, *steps = map(json.loads, open(sys.argv[1]))
 if steps[-1]['step'] < options['steps']:
     sys.exit('stopped at step %d of %d; the same command goes on' % (steps[-1]['step'], options['steps']))
 print('%.4f' % steps[-1]['val_loss'])" "$out/log.jsonl")
-"$python" scripts/plot_loss.py "$out/log.jsonl" --out "$out/loss.svg"
+"$python" scripts/plot_loss.py "$out/log.jsonl" --out "$out/loss.svg" --title "make train: loss in nats a byte" \
+    --baseline "byte bigram" "$bigram"
 echo "checkpoint, log and plot: $out"
 echo "nats per byte on the validation split:"
 echo "byte bigram $bigram validation $validation"

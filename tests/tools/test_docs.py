@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import unittest
+import xml.etree.ElementTree as ET
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PROGRAM = pathlib.Path(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe")).resolve()
@@ -15,6 +16,7 @@ ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 SLOW = True
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIGURE_BYTES = 60_000
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def fences(page):
@@ -72,6 +74,17 @@ class Docs(unittest.TestCase):
         for name in shown:
             self.assertLessEqual((ROOT / "docs" / name).stat().st_size, FIGURE_BYTES, name)
             self.assertIn(f'"{name[:-4]}": ', script, name)
+            for text in ET.parse(ROOT / "docs" / name).iter(SVG + "text"):  # no words are cut off; a letter is at least 0.44 of its height
+                width = 0.44 * float(text.get("font-size")) * len(text.text)
+                left = float(text.get("x")) - width * {"start": 0, "middle": 0.5, "end": 1}[text.get("text-anchor")]
+                self.assertTrue(0 <= left and left + width <= 480, f"{name}: {text.text}")
+
+    def test_figures_of_results(self):
+        """They have a title, and words on their axes: no names of the log's columns."""
+        for path in (ROOT / "bench").glob("*.svg"):
+            texts = list(ET.parse(path).iter(SVG + "text"))
+            self.assertEqual(sum(text.get("font-weight") == "bold" for text in texts), 1, path.name)
+            self.assertEqual([text.text for text in texts if "_" in text.text], [], path.name)
 
     def test_drawn_figures_are_the_scripts(self):
         """scripts/figures.py draws the same figures again, for those that need no run."""
