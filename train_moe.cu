@@ -279,7 +279,8 @@ static void train(Run* r) {
     if (*s->out && !stop) checkpoint_finish(r->saver);
     if (stop && stop_asked) printf("stopped by signal %d", (int)stop_asked);
     if (stop && !stop_asked) printf("stopped because another rank was asked to");
-    if (stop) printf("%s\n", *s->out ? "; --resume goes on from here" : "");
+    const char* on = s->resume ? "; the same command goes on from here" : "; --resume goes on from here";
+    if (stop) printf("%s\n", *s->out ? on : "");
     loader_stop(loader);
 }
 

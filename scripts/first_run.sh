@@ -15,8 +15,9 @@ if [ -e "$out/loss.svg" ]; then
     echo "once more from the start: make train RUN=runs/another, or rm -r $out first"
     exit 0
 fi
-# The program saves and ends on Ctrl-C; with a trap this shell waits for it, and does not go on to the plot.
-trap 'echo "stopped; make train${RUN:+ RUN=$RUN} goes on from here"; exit 130' INT
+# The program saves, ends on Ctrl-C and says that the same command goes on; with a trap this shell waits for it, and does
+# not go on to the plot.
+trap 'exit 130' INT
 
 "$python" scripts/prepare_text.py data/repository.txt.xz --split-on '<|endoftext|>' --out "$corpus" --name repository \
     --val-fraction 0.1 --overwrite

@@ -1,11 +1,14 @@
 """docs/ and the README are true: quoted code is the code, commands run, links and figures have targets.
 
 The pages and the comments use the words of the glossary."""
+import importlib.util
 import os
 import pathlib
 import re
 import shutil
+import struct
 import subprocess
+import sys
 import tempfile
 import unittest
 import xml.etree.ElementTree as ET
@@ -129,6 +132,26 @@ class Docs(unittest.TestCase):
                                       env=dict(os.environ, GIT_CEILING_DIRECTORIES=folder, HOME=str(books.parent)))
                 self.assertEqual(done.returncode, 0, f"{page.name}:\n{done.stdout[-3000:]}")
                 self.assertEqual([name for name in was if (tree / name).read_bytes() != was[name]], [], page.name)
+
+    @unittest.skipUnless(all(map(importlib.util.find_spec, ("torch", "transformers", "tokenizers"))),
+                         "needs torch, transformers and tokenizers")
+    def test_generating_in_transformers(self):
+        """The snippet of running.md generates from a run's checkpoint; its prompt begins as documents do."""
+        code, = [text for mark, text in fences(ROOT / "docs/running.md") if mark == "python"]
+        code = re.sub(r"step_\d{8}", "step_00000002", code) + "print(prompt[0], len(prompt))\n"
+        with tempfile.TemporaryDirectory() as folder:
+            for command in ([sys.executable, ROOT / "scripts/prepare_text.py", ROOT / "README.md", "--val-fraction", "0.1", "--out", ".",
+                             "--name", "text", "--train-tokenizer", "300"],
+                            [PROGRAM, "--train", "text_train_*.bin", "--out", "runs/x", *"--model tiny --steps 2 --seq-len 32 --batch 2".split()],
+                            [sys.executable, "-c", code]):
+                done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+                self.assertEqual(done.returncode, 0, done.stderr)
+            text, _, last = done.stdout.rstrip("\n").rpartition("\n")
+            self.assertTrue(text.startswith("It was") and len(text) > len("It was"), text)
+            shard, = pathlib.Path(folder).glob("text_train_*.bin")
+            (first,), (begin, count) = struct.unpack_from("<H", shard.read_bytes(), 1024), map(int, last.split())
+            self.assertEqual(begin, first)  # the first document's first token
+            self.assertGreater(count, 1)
 
     def test_diffs_are_tried(self):
         """Each diff has a name; the page's commands apply it by this name, train with it and revert it."""
