@@ -189,7 +189,7 @@ def loss(log_of):
     f.line([place(*point) for point in measured], ORANGE, width=1)
     for x, y in [place(*point) for point in measured]:
         f.circle(x, y, ORANGE)
-    f.text(450, place(0, measured[-1][1])[1] - 12, f"validation loss {measured[-1][1]:.2f}", "end", ORANGE)
+    f.text(450, place(0, measured[-1][1])[1] - 18, f"validation loss {measured[-1][1]:.2f}", "end", ORANGE)
     f.text(450, 288, f"training loss {smooth(each, 10)[-1]:.2f}", "end", BLUE)
     return f
 

@@ -150,6 +150,16 @@ class PlotLoss(unittest.TestCase):
     def ys(path):
         return [float(y) for y in re.findall(r"[ML][-\d.]+ ([-\d.]+)", path)]
 
+    def test_numbers_of_an_axis_are_beside_its_title(self):
+        """The longest number of an axis, -0.0005 with its neighbours, ends right of the title, whose descenders are below x."""
+        root, _, _, _ = self.plot(self.log("near", [{"step": s, "gap": 1e-3 * (-1) ** s} for s in range(20)]), "--column", "gap")
+        title, = [t for t in root.iter(SVG + "text") if t.get("transform")]
+        numbers = [t for t in root.iter(SVG + "text") if t.get("text-anchor") == "end"]
+        self.assertIn("-0.0005", [t.text for t in numbers])
+        for number in numbers:
+            left = float(number.get("x")) - 0.56 * 13 * len(number.text)  # a digit of Helvetica is 0.56 of its height wide
+            self.assertGreater(left, float(title.get("x")) + 0.25 * 14)
+
     def test_null_loss_breaks_the_line(self):
         rows = self.rows(20)
         rows[9]["loss"] = None
