@@ -53,7 +53,7 @@ class Docs(unittest.TestCase):
         for page in PAGES:
             for mark, text in fences(page):
                 kind, _, name = mark.partition(" ")
-                self.assertIn(kind, ("c", "text", "sh", "diff", "mermaid"), f"{page.name}: a block of {mark!r}")
+                self.assertIn(kind, ("c", "text", "sh", "python", "diff", "mermaid"), f"{page.name}: a block of {mark!r}")
                 if kind == "c":
                     self.assertTrue(text in (ROOT / name).read_text(), f"{page.name} quotes of {name} what is not there:\n{text}")
 
