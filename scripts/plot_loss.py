@@ -86,22 +86,24 @@ def entry(name, ends):
 
 
 def curves_of(group, names, logs, places, reach):
-    """Yields (what has a colour, its words in the legend, its curve): runs, or layers of each run. The validation loss
-    has the colour of its run, or one of its own where there is a single run."""
+    """Yields (key, words in the legend, curve); a key has a colour. Keys are runs, or layers of each run. The validation
+    loss has the colour of its run, or one of its own where there is a single run."""
     for name, log, xs in zip(names, logs, places):
-        for column in log.layers(group[0]):
-            layer = f"{name} {column.rpartition('/')[2]}"
-            yield layer, entry(layer, []), curve_of(log, xs, column, reach)
-        if log.layers(group[0]):
+        layers = log.layers(group[0])
+        for column in layers:
+            layer = column.rpartition("/")[2]
+            yield (name, layer), entry(f"{name} {layer}", []), curve_of(log, xs, column, reach)
+        if layers:
             continue
-        curve, validation = curve_of(log, xs, group[0], reach), [circles(log, xs, column) for column in group[1:]]
+        curve = curve_of(log, xs, group[0], reach)
         ends = end_of(group[0], known(curve.average or curve.each) or curve.marks)
-        ends_of_validation = [end for marks in validation for end in end_of(group[-1], marks.marks)]
-        if len(logs) > 1 and ends_of_validation:
-            curve = curve._replace(marks=validation[0].marks)
-        yield name, entry(name, ends + ends_of_validation * (len(logs) > 1)), curve
-        if len(logs) == 1 and ends_of_validation:
-            yield WORDS["val_loss"], ends_of_validation[0], validation[0]
+        validation = circles(log, xs, group[1]) if group[1:] and log.has(group[1]) else Curve([], [], [])
+        measured = end_of(group[-1], validation.marks)
+        if measured and len(logs) > 1:
+            curve, ends, measured = curve._replace(marks=validation.marks), ends + measured, []
+        yield (name,), entry(name, ends), curve
+        if measured:
+            yield "validation", measured[0], validation
 
 
 def picture_of(names, logs, places, args):
@@ -120,19 +122,19 @@ def picture_of(names, logs, places, args):
             fail(f"no finite {group[0]} in {', '.join(str(log.path) for log in logs)}; "
                  f"columns are {columns_in([log.path for log in logs])}")
         drawn.append({})
-        for name, words, curve in curves_of(group, names, logs, places, args.smooth):
-            drawn[-1][name] = curve
-            entries.setdefault(name, words)
+        for key, words, curve in curves_of(group, names, logs, places, args.smooth):
+            drawn[-1][key] = curve
+            entries.setdefault(key, words)
     lined = any(curve.each for curves in drawn for curve in curves.values())
-    for name, value in args.baseline:
-        drawn[0][name] = Curve([(0, value), (max(xs[-1] for xs in places), value)], [], [])
-        entries[name] = drawable(f"{name} {value:g}", 100)
+    for i, (name, value) in enumerate(args.baseline):
+        drawn[0][i] = Curve([(0, value), (max(xs[-1] for xs in places), value)], [], [])
+        entries[i] = drawable(f"{name} {value:g}", 100)
 
     panels, circled = [], []
     for group, curves in zip(groups, drawn):
         both = group[1:] and any(log.has("loss") for log in logs)
         label = drawable("loss" if both else word(group[-1]), 60)
-        panels.append(Panel(label, [curves.get(name, Curve([], [], [])) for name in entries], args.log_y, args.y_range))
+        panels.append(Panel(label, [curves.get(key, Curve([], [], [])) for key in entries], args.log_y, args.y_range))
         circled += [word(group[-1]) if group[-1] == "val_loss" else "where measured"] * any(c.marks for c in curves.values())
     lines = f"thin: each step, thick: its mean with {args.smooth} steps before and after" if args.smooth else "line: each step"
     return panels, list(entries.values()), ", ".join([lines] * lined + [f"circles: {what}" for what in dict.fromkeys(circled)])
