@@ -158,7 +158,7 @@ static void report(Run* r, int val, int asks) {
     if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
         print_step(r, val);
     else if (!r->left_out++)
-        printf("(two steps a second are printed; %slog.jsonl has all)\n", r->log ? "" : "with --out its ");
+        printf("(at most two steps a second are printed; %slog.jsonl has all)\n", r->log ? "" : "with --out its ");
 
     // A step that was not finite changed no weight; the third in a row ends the run.
     if (!r->last.ok)

@@ -94,7 +94,7 @@ class Log(Case):
 
     def test_lines_left_out(self):
         """The first time that a step has no line on the terminal, one line says so."""
-        words = "(two steps a second are printed; %slog.jsonl has all)"
+        words = "(at most two steps a second are printed; %slog.jsonl has all)"
         for more, said in (dict(out="run"), words % ""), (dict(), words % "with --out its "):
             lines = self.train(steps=200, **more).stdout.splitlines()
             self.assertEqual(lines.count(said), 1)
