@@ -176,26 +176,30 @@ def train(runs, launch, program, at_once):
     before = {number: signal.signal(number, ask) for number in STOPS}
     if before[signal.SIGHUP] == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
-    while waiting or any(slots):
-        if asked:
-            number = asked.pop()
-            waiting.clear()
-            for _, process in filter(None, slots):
-                if number != signal.SIGINT:  # Ctrl-C has reached them already
-                    ask_to_stop(process, program)
-        for i, slot in enumerate(slots):
-            if slot is None and waiting:
-                run = waiting.pop(0)
-                slots[i] = run, run.start(launch, program, i if at_once > 1 else None)
-            elif slot and slot[1].poll() is not None:
-                run, process = slot
-                where = f"in {run.folder / 'output.txt'}" if at_once > 1 else "above"
-                problem = run.ended(process.returncode, where)
-                slots[i] = None
-                if problem and not wrong:
-                    asked.append(signal.SIGUSR1)
-                wrong += [problem] if problem else []
-        time.sleep(0.02)
+    try:
+        while waiting or any(slots):
+            if asked:
+                number = asked.pop()
+                waiting.clear()
+                for _, process in filter(None, slots):
+                    if number != signal.SIGINT:  # Ctrl-C has reached them already
+                        ask_to_stop(process, program)
+            for i, slot in enumerate(slots):
+                if slot is None and waiting:
+                    run = waiting.pop(0)
+                    slots[i] = run, run.start(launch, program, i if at_once > 1 else None)
+                elif slot and slot[1].poll() is not None:
+                    run, process = slot
+                    where = f"in {run.folder / 'output.txt'}" if at_once > 1 else "above"
+                    problem = run.ended(process.returncode, where)
+                    slots[i] = None
+                    if problem and not wrong:
+                        asked.append(signal.SIGUSR1)
+                    wrong += [problem] if problem else []
+            time.sleep(0.02)
+    finally:
+        for _, process in filter(None, slots):  # after an error here, such as a log that cannot be read
+            ask_to_stop(process, program)
     for number, handler in before.items():
         signal.signal(number, handler)
     if came and not wrong:  # it came between two runs, or in the last step of one

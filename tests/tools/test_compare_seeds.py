@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 import xml.etree.ElementTree as ET
 
@@ -194,6 +195,33 @@ class Seeds(unittest.TestCase):
         self.assertEqual([path.name for path in out.iterdir()], ["bf16"])
         done = self.compare(out, *args)
         self.assertEqual((done.returncode, list(self.rows(done))), (0, ["bf16", "mxfp8"]), done.stderr)
+
+    def test_an_error_leaves_no_run_alone(self):
+        """A run whose log cannot be read ends the script; the others are asked to stop, as after any failure."""
+        program, out = self.dir / "broken", self.dir / "broken_log"
+        program.write_text(f"""#!{sys.executable}
+import pathlib, signal, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+def stop(*_):
+    (out / "stopped").touch()
+    sys.exit()
+signal.signal(signal.SIGUSR1, stop)
+if "--precision" in sys.argv:
+    while not (out.parent / "bf16/ready").exists():
+        time.sleep(0.01)
+    (out / "log.jsonl").write_text("x")
+else:
+    (out / "ready").touch()
+    time.sleep(60)
+""")
+        program.chmod(0o755)
+        done = self.compare(out, "--only", "mxfp8", "--program", program, "--at-once", 2)
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertIn("is not a log of train_moe", done.stderr)
+        deadline = time.monotonic() + 20
+        while not (out / "bf16/stopped").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.assertTrue((out / "bf16/stopped").exists())
 
     def test_a_seed_that_diverged(self):
         """The standard error is over the finite seeds, and their number is shown."""
