@@ -326,7 +326,8 @@ def arguments():
     parser.add_argument("--only", action="append", metavar="NAME",
                         help=f"run only bf16 and this set; may be repeated (default: {', '.join(SETS)}, every --set)")
     parser.add_argument("--seed", type=int, default=1, help="the first seed, of the weights and the order of the data (default: 1)")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds of bf16; those after the first have rows of their own (default: 1)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N",
+                        help="seeds of bf16; those after the first have rows of their own (default: 1)")
     parser.add_argument("--all-seeds", action="store_true", help="run every set with the seeds of --seeds; rows are means")
     parser.add_argument("--window", type=int, metavar="STEPS",
                         help="of the smoothing (default: 50, or a tenth of the steps if that is less)")
