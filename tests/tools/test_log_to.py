@@ -290,6 +290,13 @@ class TensorBoard(Case):
             events.unlink()
             events.symlink_to(victim)
 
+        def move(events):
+            events.rename(self.dir / "moved")
+            events.symlink_to(self.dir / "moved")
+
+        def empty(events):
+            events.write_bytes(b"")
+
         def remove_board(_):
             shutil.rmtree(self.dir / "board")
 
@@ -303,8 +310,8 @@ class TensorBoard(Case):
             time.sleep(0.3)
             (run / "log.jsonl").unlink()
 
-        for change, code, says in ((unlink, 0, again), (replace, 1, "is a link, through which nothing is written; remove it"),
-                                   (remove_board, 0, again), (remove_run, 0, "run: No such file or directory; waiting for it"),
+        link = "is a link, through which nothing is written; remove it"
+        for change, code, says in ((unlink, 0, again), (replace, 1, link), (move, 1, link), (empty, 0, again), (remove_board, 0, again), (remove_run, 0, "run: No such file or directory; waiting for it"),
                                    (a_pipe, 0, "log.jsonl: no regular file; waiting for it")):
             shutil.rmtree(self.dir / "board", ignore_errors=True)
             self.log("run", steps(1, 2))
@@ -320,6 +327,7 @@ class TensorBoard(Case):
             self.assertEqual(victim.read_bytes(), b"precious")
             if not code:
                 self.assert_scalars(self.read("board/run"), steps(1, 6))
+                self.assertEqual((self.dir / "board/run/log_to.source").read_text(), str(run / "log.jsonl"))
 
         (run / "log.jsonl").unlink()
         os.mkfifo(run / "log.jsonl")
