@@ -113,7 +113,9 @@ TEST_ALONE = tests/ops/test_cuda_late_blocks
 TESTS_CUDA_RANKS = tests/ops/test_comm tests/parallel/test_expert_parallel tests/parallel/test_layouts
 
 .PHONY: FORCE help all cpu cuda train test test-all test-build cuda-test-build bench docs fuzz torture clean probe format check-host
-all: probe cpu $(if $(HAVE_NVCC),cuda)
+# The probe's lines come before the compiler's, also with -j.
+all: probe
+	@$(MAKE) --no-print-directory cpu $(if $(HAVE_NVCC),cuda)
 cpu: $(if $(F64),$(DOUBLE),$(CPU))/train_moe
 cuda: $(CUDA)/train_moe
 
@@ -226,7 +228,8 @@ $(CUDA)/bench/libprofile.so: bench/profile.cc Makefile
 
 train:
 	@sh scripts/setup.sh
-	@$(MAKE) --no-print-directory -j$(JOBS) probe $(RUNNABLE)/train_moe
+	@$(MAKE) --no-print-directory probe
+	@$(MAKE) --no-print-directory -j$(JOBS) $(RUNNABLE)/train_moe
 	@sh scripts/first_run.sh $(RUNNABLE)/train_moe
 
 # Slow tests that rarely fail are in test-all: Python files with SLOW, and long tests of the double build. On a machine
@@ -235,7 +238,8 @@ TESTS_SLOW_F64 = tests/mx/test_mx_check tests/mx/test_linear tests/mx/test_mx_bl
 run_tests = MPI=$(MPI) $(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe)
 test:
 	@sh scripts/setup.sh
-	@$(MAKE) --no-print-directory -j$(JOBS) probe test-build $(if $(HAVE_GPU),cuda-test-build)
+	@$(MAKE) --no-print-directory probe
+	@$(MAKE) --no-print-directory -j$(JOBS) test-build $(if $(HAVE_GPU),cuda-test-build)
 	@$(run_tests) $(if $(HAVE_GPU),,--part fast) $(TESTS:%=$(CPU)/%) \
 	    $(patsubst %,$(DOUBLE)/%,$(if $(HAVE_GPU),$(TESTS_F64),$(filter-out $(TESTS_SLOW_F64),$(TESTS_F64)))) \
 	    $(foreach t,$(TESTS_CUDA),$(if $(HAVE_GPU),$(if $(filter $t,$(TEST_ALONE)),--alone),--skip) $(CUDA)/$t) \

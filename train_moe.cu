@@ -68,6 +68,7 @@ typedef struct Run {
     double val_loss;       // 0 without a validation
     Stopwatch* watch[2];   // of even and odd steps: one is read while the other runs
     double shown;          // when a progress line was last printed
+    int64_t left_out;      // steps without such a line
     double average_ms;     // smoothed, for the ETA
     int64_t first;         // step after the one resumed from
 } Run;
@@ -151,11 +152,13 @@ static void report(Run* r, int val, int asks) {
         report_quantization(&line, m, (const MxStats*)fetch_end(r->mx_stats));
     host_append(&line, "}");
 
-    // All of it into the log; on the terminal not more often than one can read.
+    // All of it into the log; on the terminal not more often than one can read, and once a line about the rest.
     if (r->log) runlog_add(r->log, line);
     free(line);
     if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
         print_step(r, val);
+    else if (!r->left_out++)
+        printf("(at most two steps a second are printed; %slog.jsonl has all)\n", r->log ? "" : "with --out its ");
 
     // A step that was not finite changed no weight; the third in a row ends the run.
     if (!r->last.ok)
@@ -277,7 +280,8 @@ static void train(Run* r) {
     if (*s->out && !stop) checkpoint_finish(r->saver);
     if (stop && stop_asked) printf("stopped by signal %d", (int)stop_asked);
     if (stop && !stop_asked) printf("stopped because another rank was asked to");
-    if (stop) printf("%s\n", *s->out ? "; --resume goes on from here" : "");
+    const char* on = s->resume ? "; the same command goes on from here" : "; --resume goes on from here";
+    if (stop) printf("%s\n", *s->out ? on : "");
     loader_stop(loader);
 }
 

@@ -12,7 +12,7 @@ from runlog import fail
 # Okabe and Ito's palette, which colour-blind readers can tell apart; yellow is left out, it vanishes on white.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
 WIDTH = 960
-LEFT, RIGHT, BOTTOM = 76, 24, 58
+LEFT, RIGHT, BOTTOM = 84, 24, 58
 COLUMNS = 600  # a line is drawn with at most this many steps' worth of detail
 LEAST = 1e-12  # a logarithmic axis begins no lower
 NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that no XML may hold
@@ -154,7 +154,7 @@ class SvgPanel:
             yield f'<line x1="{at}" x2="{at}" y1="{self.bottom}" y2="{self.bottom + 5}" stroke="#888"/>'
             yield text(self.x(v), self.bottom + 20, short(v), anchor="middle")
         yield f'<path d="M{LEFT} {self.top}V{self.bottom}H{right}" fill="none" stroke="#888"/>'
-        yield text(20, middle, self.panel.title(), 14, "middle", extra=f' transform="rotate(-90 20 {middle:.1f})"')
+        yield text(14, middle, self.panel.title(), 14, "middle", extra=f' transform="rotate(-90 14 {middle:.1f})"')
 
     def line(self, points, style, width, opacity):
         """A path with a gap where the value is None; a lone point between gaps becomes a dot by its round cap."""

@@ -21,10 +21,10 @@ may be deleted. Other runs resume from their newest checkpoint. The table goes t
 of the runs goes to standard error, or with --at-once to OUT/NAME/output.txt. The picture is OUT/compare.svg.
 
 A gap is the training loss minus that of bf16 with the same seed, as a mean over the last --window steps. Above 0 is
-worse. A set with several seeds shows mean ± standard error (number of seeds). Its curve is the mean, in a band from
-the lowest to the highest seed. Where only bf16 has several seeds, each has a row "bf16, seed K". The sets are
-compared with the first one. The vertical ranges of the picture are those of the steps after bf16's loss has made 80 %
-of its way. Standard library only.
+worse. Without --all-seeds every set has the first seed. A further seed of bf16 has a row and a curve of its own, "bf16,
+seed K", and its gap is to the first seed. With --all-seeds a set shows mean ± standard error (number of seeds). Its
+curve is the mean, in a band from the lowest to the highest seed. The vertical ranges of the picture are those of the
+steps after bf16's loss has made 80 % of its way. Standard library only.
 """
 import script
 from script import Failure
@@ -48,11 +48,12 @@ from runlog import NoLog, fail, read_log
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SETS = {"bf16": "", "mxfp8": "--precision mxfp8", "mxfp8-exact": "--precision mxfp8-exact"}
 COLUMNS = ("loss", "val_loss", "tokens_per_s", "mem_gib")  # columns of a log
+TITLE = "One model in several precisions: losses in nats a token"
 LAST = 50  # the final training loss is the mean of these last steps
 LEAST_GAP = 1e-3  # nats: the panel of gaps shows at least this range on both sides of 0
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP  # signals: the runs save and stop
 SETTLED = 0.8  # the panels' ranges cover the steps after this share of the loss's way down
-Group = namedtuple("Group", "name runs")  # what has a row and a curve: the runs of a set, one for each seed
+Group = namedtuple("Group", "name runs")  # what has a row and a curve: one run, or those of a set, one for each seed
 
 
 def mean(values):
@@ -166,33 +167,43 @@ def train(runs, launch, program, at_once):
         if run.finished():
             print(f"{run.name}: finished already", file=sys.stderr)
     waiting, slots, wrong = [run for run in runs if not run.finished()], [None] * min(at_once, len(runs)), []
-    asked = []  # signals to stop
+    asked, came = [], []  # signals to stop; those from outside
 
-    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in STOPS}
+    def ask(number, _):
+        asked.append(number)
+        came.append(number)
+
+    before = {number: signal.signal(number, ask) for number in STOPS}
     if before[signal.SIGHUP] == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
-    while waiting or any(slots):
-        if asked:
-            number = asked.pop()
-            waiting.clear()
-            for _, process in filter(None, slots):
-                if number != signal.SIGINT:  # Ctrl-C has reached them already
-                    ask_to_stop(process, program)
-        for i, slot in enumerate(slots):
-            if slot is None and waiting:
-                run = waiting.pop(0)
-                slots[i] = run, run.start(launch, program, i if at_once > 1 else None)
-            elif slot and slot[1].poll() is not None:
-                run, process = slot
-                where = f"in {run.folder / 'output.txt'}" if at_once > 1 else "above"
-                problem = run.ended(process.returncode, where)
-                slots[i] = None
-                if problem and not wrong:
-                    asked.append(signal.SIGUSR1)
-                wrong += [problem] if problem else []
-        time.sleep(0.02)
+    try:
+        while waiting or any(slots):
+            if asked:
+                number = asked.pop()
+                waiting.clear()
+                for _, process in filter(None, slots):
+                    if number != signal.SIGINT:  # Ctrl-C has reached them already
+                        ask_to_stop(process, program)
+            for i, slot in enumerate(slots):
+                if slot is None and waiting:
+                    run = waiting.pop(0)
+                    slots[i] = run, run.start(launch, program, i if at_once > 1 else None)
+                elif slot and slot[1].poll() is not None:
+                    run, process = slot
+                    where = f"in {run.folder / 'output.txt'}" if at_once > 1 else "above"
+                    problem = run.ended(process.returncode, where)
+                    slots[i] = None
+                    if problem and not wrong:
+                        asked.append(signal.SIGUSR1)
+                    wrong += [problem] if problem else []
+            time.sleep(0.02)
+    finally:
+        for _, process in filter(None, slots):  # after an error here, such as a log that cannot be read
+            ask_to_stop(process, program)
     for number, handler in before.items():
         signal.signal(number, handler)
+    if came and not wrong:  # it came between two runs, or in the last step of one
+        wrong = [f"ended by {signal.Signals(came[0]).name}; the same command goes on"]
     if wrong:
         fail("\n".join(wrong))
 
@@ -279,28 +290,28 @@ def settled(curve):
 
 
 def svg(sets, seeds, length):
-    """The sets, and other seeds of the first, with curves of their own among the gaps: its band holds their losses."""
-    base, nothing = sets[0], [Curve([], [], []) for _ in seeds]
-    loss = [over_seeds([loss_curve(run, length) for run in group.runs]) for group in sets]
-    gaps = [over_seeds(gap_curves(group, base, length)) for group in sets + seeds]
-    marks = [over_seeds([val_points(run) for run in group.runs]) for group in sets]
+    """The sets, and other seeds of the first. Where their gaps would flatten those of the sets, the sets' have a panel alone."""
+    base, groups, nothing = sets[0], sets + seeds, [Curve([], [], []) for _ in seeds]
+    loss = [over_seeds([loss_curve(run, length) for run in group.runs]) for group in groups]
+    gaps = [over_seeds(gap_curves(group, base, length)) for group in groups]
+    marks = [over_seeds([val_points(run) for run in group.runs]) for group in groups]
     marks = [Curve([], [], curve.average, curve.band) for curve in marks]
     if not any(v is not None for curve in loss for _, v in curve.average):
         fail("no finite loss in these runs")
 
-    # The gaps' range is that of the sets; other seeds, if there are sets too, add at most its height to either side.
     start = settled(loss[0].average)
     near, far = ([*drawn(curves, start), -LEAST_GAP, LEAST_GAP] for curves in (gaps[:len(sets)], gaps))
-    low, high = min(near), max(near)
-    height = high - low if len(sets) > 1 else math.inf
-    range_of_gaps = max(min(far), low - height), min(max(far), high + height)
+    apart = len(sets) > 1 and max(far) - min(far) > 3 * (max(near) - min(near))
 
     smoothed = f"mean of {length} steps"
-    panels = [Panel(f"training loss, {smoothed}", loss + nothing, shown=drawn(loss, start)),
-              Panel(f"minus that of {base.name}, {smoothed}", gaps, shown=range_of_gaps)]
+    panels = [Panel(f"training loss, {smoothed}", loss, shown=drawn(loss, start)),
+              Panel(f"minus that of {base.name}, {smoothed}", gaps[:len(sets)] + nothing if apart else gaps,
+                    shown=near if apart else far)]
+    if apart:
+        panels.append(Panel("the same beside other seeds", gaps, shown=far))
     if any(curve.marks for curve in marks):
-        panels.append(Panel("validation loss", marks + nothing, shown=drawn(marks, start)))
-    return draw_svg(panels, [group.name for group in sets + seeds], "step")
+        panels.append(Panel("validation loss", marks, shown=drawn(marks, start)))
+    return draw_svg(panels, [group.name for group in groups], "step", TITLE)
 
 
 def arguments():
@@ -315,8 +326,9 @@ def arguments():
     parser.add_argument("--only", action="append", metavar="NAME",
                         help=f"run only bf16 and this set; may be repeated (default: {', '.join(SETS)}, every --set)")
     parser.add_argument("--seed", type=int, default=1, help="the first seed, of the weights and the order of the data (default: 1)")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds of bf16 (default: 1)")
-    parser.add_argument("--all-seeds", action="store_true", help="run every set with the seeds of --seeds")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N",
+                        help="seeds of bf16; those after the first have rows of their own (default: 1)")
+    parser.add_argument("--all-seeds", action="store_true", help="run every set with the seeds of --seeds; rows are means")
     parser.add_argument("--window", type=int, metavar="STEPS",
                         help="of the smoothing (default: 50, or a tenth of the steps if that is less)")
     parser.add_argument("--launch", type=shlex.split, default=[], metavar="COMMAND",
@@ -368,35 +380,35 @@ def main():
     program = pathlib.Path(os.path.realpath(args.program))
     if not program.exists():
         fail(f"{args.program} is not there; `make` builds it, or name another with --program")
-    sets = []
+    sets, seeds = [], []
     for name, options in args.options.items():
-        if not args.only or name == "bf16" or name in args.only:
-            last = args.seed + (args.seeds if args.all_seeds or name == "bf16" else 1) - 1
-            names = {seed: name if seed == args.seed else f"{name}-seed-{seed}" for seed in range(args.seed, last + 1)}
-            sets.append(Group(name, [Run(folder, args.common + options, seed, args.seed, args.out)
-                                     for seed, folder in names.items()]))
-    seeds = [Group(f"bf16, seed {run.seed}", [run]) for run in sets[0].runs]
-    if args.seeds == 1 or any(len(group.runs) > 1 for group in sets[1:]):
-        seeds = []  # the others' standard errors say it
-    runs = [run for group in sets for run in group.runs]
+        if args.only and name != "bf16" and name not in args.only:
+            continue
+        many = args.seeds if args.all_seeds or name == "bf16" else 1
+        folders = {seed: name if seed == args.seed else f"{name}-seed-{seed}" for seed in range(args.seed, args.seed + many)}
+        runs = [Run(folder, args.common + options, seed, args.seed, args.out) for seed, folder in folders.items()]
+        sets.append(Group(name, runs if args.all_seeds else runs[:1]))
+        seeds += [] if args.all_seeds else [Group(f"{name}, seed {run.seed}", [run]) for run in runs[1:]]
+    groups = sets + seeds
+    runs = [run for group in groups for run in group.runs]
     try:
         check_window(args.window or 1, runs)  # before anything is trained, if the options tell
         train(runs, args.launch, program, args.at_once)
         length = args.window or max(1, min(50, runs[0].steps // 10))
         check_window(length, runs)
         with script.in_place(args.out / "compare.svg") as part:
-            part.write_text(svg(sets, seeds[1:], length), encoding="utf-8")
+            part.write_text(svg(sets, seeds, length), encoding="utf-8")
     except Failure as error:
         fail(error)
     except OSError as error:
         fail(f"{error.filename or args.out}: {error.strerror}")
-    print(*table(sets + seeds, length), sep="\n")
+    print(*table(groups, length), sep="\n")
     for run in runs:
         odd = run.column("loss").count(None)
         if odd:
             print(f"\n{run.name}: the loss of {odd} steps was not finite; they are left out.")
     print(f"\nNats a token; gaps in the training loss as a mean of {length} steps.")
-    if args.seeds > 1:
+    if args.all_seeds:
         print("Of several seeds: the mean ± its standard error (seeds).")
     print(f"wrote {args.out / 'compare.svg'}")
 

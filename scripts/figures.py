@@ -16,13 +16,13 @@ import sys
 import tempfile
 from xml.sax.saxutils import escape
 
-from chart import COLOURS
+from chart import COLOURS, text_width
 from plot_loss import smooth
 from runlog import fail
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WIDTH, LETTER = 480, 13
-BLUE, ORANGE, GREEN, PINK = COLOURS[:4]
+BLUE, ORANGE, GREEN = COLOURS[:3]
 
 
 class Figure:
@@ -44,10 +44,12 @@ class Figure:
         if words:
             self.text(x + width / 2, y + height / 2 + 4.5, words, "middle", colour)
 
-    def line(self, points, colour="#555", arrow=False, width=1.5, dash=""):
+    def circle(self, x, y, colour):
+        self.add(f'<circle cx="{x:g}" cy="{y:g}" r="3.5" fill="#fff" stroke="{colour}" stroke-width="1.6"/>', y)
+
+    def line(self, points, colour="#555", arrow=False, width=1.5):
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         self.add(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"'
-                 f'{" stroke-dasharray=" + chr(34) + dash + chr(34) if dash else ""}'
                  f'{" marker-end=" + chr(34) + "url(#arrow)" + chr(34) if arrow else ""}/>', max(y for _, y in points))
 
     def save(self, path):
@@ -174,20 +176,21 @@ def loss(log_of):
     f = Figure("Loss of the run that make train makes")
     f.text(10, 20, "make train: loss in nats a byte over the steps", weight="bold")
     place = axes(f, 30, 40, 455, 300, [0, 250, 500, 750], [0, 1, 2, 3, 4, 5, 6], "step")
-    bigram = float(result(r"\| byte bigram [^|]*\| ([\d.]+) \|", "## Loss: default runs", "loss of a bigram model"))
-    f.line([place(0, bigram), place(750, bigram)], ORANGE, dash="6 4")
-    f.text(450, place(0, bigram)[1] - 8, f"byte bigram {bigram:.2f}", "end", ORANGE)
+    bigram = float(result(r"byte bigram [^|]*\|[^|]*; ([\d.]+)", "## Loss: default runs", "loss of a bigram model"))
+    f.line([place(0, bigram), place(750, bigram)], GREEN)
+    f.text(450, place(0, bigram)[1] - 8, f"byte bigram {bigram:.2f}", "end", GREEN)
 
     steps = log_of("--steps 750 --warmup 50 --val-every 250 --val-tokens 1000000")
     each = [s["loss"] for s in steps]
-    for values, colour, width in (each, "#a9cde6", 1), (smooth(each, 0.9), BLUE, 2):
+    for values, colour, width in (each, "#a9cde6", 1), (smooth(each, 10), BLUE, 2):
         points = [place(step["step"], value) for step, value in zip(steps, values)]
         f.line([(round(x, 1), round(y, 1)) for x, y in points], colour, width=width)
     measured = [(s["step"], s["val_loss"]) for s in steps if s.get("val_loss")]
+    f.line([place(*point) for point in measured], ORANGE, width=1)
     for x, y in [place(*point) for point in measured]:
-        f.box(x - 4, y - 4, 8, 8, line=PINK)
-    f.text(450, place(0, measured[-1][1])[1] - 12, f"validation {measured[-1][1]:.2f}", "end", "#a8447f")
-    f.text(450, 288, "training", "end", BLUE)
+        f.circle(x, y, ORANGE)
+    f.text(450, place(0, measured[-1][1])[1] - 18, f"validation loss {measured[-1][1]:.2f}", "end", ORANGE)
+    f.text(450, 288, f"training loss {smooth(each, 10)[-1]:.2f}", "end", BLUE)
     return f
 
 
@@ -199,43 +202,26 @@ def loads(log_of):
     for i, (name, options) in enumerate({
             "none": "--balance none", "deepseek": "--balance deepseek", "quantile (default)": ""}.items()):
         steps = log_of(f"--steps 300 --warmup 50 --optimizer adamw {options}")
-        mean = [sum(s["load_max_over_mean"] for s in steps[max(0, j - 4):j + 1]) / min(j + 1, 5) for j in range(len(steps))]
+        mean = smooth([s["load_max_over_mean"] for s in steps], 2)
         f.line([place(j + 1, min(y, 4)) for j, y in enumerate(mean)], [ORANGE, BLUE, GREEN][i], width=2)
         f.box(60 + 140 * i, 300, 14, 14, fill=[ORANGE, BLUE, GREEN][i])
         f.text(80 + 140 * i, 312, name)
     return f
 
 
-def bars(f, rows, top, unit, width=250):
-    """rows of (name, values), a bar for each value."""
-    most = max(v for _, values in rows for v in values)
+def bars(f, rows, top, kinds):
+    """rows of (name, values), a bar for each value; below them the legend of the kinds of values."""
+    left = 18 + max(text_width(name, LETTER) for name, _ in rows)
+    scale = (WIDTH - left - 45) / max(v for _, values in rows for v in values)
     for name, values in rows:
-        f.text(150, top + 10 + 6 * len(values), name, "end")
+        f.text(left - 8, top + 10 + 6 * len(values), name, "end")
         for i, value in enumerate(values):
-            f.box(158, top + 4 + 16 * i, max(1, value / most * width), 13, fill=[BLUE, ORANGE][i], line="none")
-            f.text(164 + value / most * width, top + 15 + 16 * i, f"{value:.1f}{unit}", colour="#555")
+            f.box(left, top + 4 + 16 * i, max(1, value * scale), 13, fill=[BLUE, ORANGE][i], line="none")
+            f.text(left + 6 + value * scale, top + 15 + 16 * i, f"{value:.1f}", colour="#555")
         top += 10 + 16 * len(values)
-
-
-def legend(f, *words):
-    """The legend below the bars."""
-    y = f.height + 12
-    for i, word in enumerate(words):
-        f.box(158 + 150 * i, y, 14, 14, fill=[BLUE, ORANGE][i])
-        f.text(178 + 150 * i, y + 12, word)
-
-
-def casts(log_of):
-    """Signal to noise of each cast of a layer, blocks of 32 and chunks of 128."""
-    f = Figure("What each cast keeps")
-    f.text(10, 20, "signal over rounding noise, dB, layer 2 of tiny at step 100", weight="bold")
-    found = []
-    for options in ("--precision mxfp8-exact", "--precision mxfp8"):
-        stats = next(s["mx_stats"] for s in log_of(f"--steps 100 --warmup 50 --mx-stats 100 {options}") if s.get("mx_stats"))
-        found.append({s["tensor"]: s["snr_db"] for s in stats if s["layer"] == 2})
-    bars(f, [(tensor, [kind[tensor] for kind in found]) for tensor in found[0]], 30, "")
-    legend(f, "a scale for 32", "a scale for 128")
-    return f
+    for i, kind in enumerate(kinds):
+        f.box(left + 110 * i, top + 6, 14, 14, fill=[BLUE, ORANGE][i])
+        f.text(left + 20 + 110 * i, top + 18, kind)
 
 
 def step_time():
@@ -244,8 +230,7 @@ def step_time():
     f = Figure("Where a step's time goes")
     f.text(10, 20, "16b with 4 layers, one H200: ms of a step", weight="bold")
     names, _, *rows = [[re.sub(r" \(.*", "", cell.strip()) for cell in line.strip("|").split("|")][3:] for line in table.splitlines()]
-    bars(f, [(name, [float(ms or 0) for ms in both]) for name, *both in zip(names, *rows[:2])], 30, "", 260)
-    legend(f, "bf16", "MXFP8")
+    bars(f, [(name, [float(ms or 0) for ms in both]) for name, *both in zip(names, *rows[:2])], 30, ["bf16", "MXFP8"])
     return f
 
 
@@ -256,7 +241,7 @@ def main():
     parser.add_argument("name", nargs="*")
     args = parser.parse_args()
     drawn, run = {"ragged": ragged, "dispatch": dispatch, "slots": slots, "mx_block": mx_block, "step_time": step_time}, \
-        {"loss": loss, "loads": loads, "casts": casts}
+        {"loss": loss, "loads": loads}
     for name in args.name:
         if name not in {**drawn, **run}:
             fail(f"no figure is called {name}; there are {', '.join([*drawn, *run])}")

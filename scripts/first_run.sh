@@ -15,8 +15,9 @@ if [ -e "$out/loss.svg" ]; then
     echo "once more from the start: make train RUN=runs/another, or rm -r $out first"
     exit 0
 fi
-# The program saves and ends on Ctrl-C; with a trap this shell waits for it, and does not go on to the plot.
-trap 'echo "stopped; make train${RUN:+ RUN=$RUN} goes on from here"; exit 130' INT
+# The program saves, ends on Ctrl-C and says that the same command goes on; with a trap this shell waits for it, and does
+# not go on to the plot.
+trap 'exit 130' INT
 
 "$python" scripts/prepare_text.py data/repository.txt.xz --split-on '<|endoftext|>' --out "$corpus" --name repository \
     --val-fraction 0.1 --overwrite
@@ -32,7 +33,8 @@ options, *steps = map(json.loads, open(sys.argv[1]))
 if steps[-1]['step'] < options['steps']:
     sys.exit('stopped at step %d of %d; the same command goes on' % (steps[-1]['step'], options['steps']))
 print('%.4f' % steps[-1]['val_loss'])" "$out/log.jsonl")
-"$python" scripts/plot_loss.py "$out/log.jsonl" --out "$out/loss.svg"
+"$python" scripts/plot_loss.py "$out/log.jsonl" --out "$out/loss.svg" --title "make train: loss in nats a byte" \
+    --baseline "byte bigram" "$bigram"
 echo "checkpoint, log and plot: $out"
 echo "nats per byte on the validation split:"
 echo "byte bigram $bigram validation $validation"

@@ -30,9 +30,10 @@ import os
 import pathlib
 import signal
 import socket
+import stat
 import time
 
-from runlog import Log, fail, log_path, read_logs
+from runlog import Log, NoLog, fail, log_path, read_logs, warn
 
 
 def wall_times(log):
@@ -64,7 +65,7 @@ class TensorBoard:
             fail("--tensorboard needs the tensorboard package: pip install tensorboard")
         self.folder, self.event_pb2, self.summary_pb2 = folder, event_pb2, summary_pb2
         self.hparams, self.text, self.writer = hparams, text, RecordWriter
-        self.stack, self.files = stack, {}  # the stack holds locks; the last file of each run
+        self.stack, self.files, self.locks = stack, {}, {}  # the stack holds locks; the last file of each run
 
     def beginning(self, name, log):
         event_pb2, event = self.event_pb2, self.event_pb2.Event
@@ -84,15 +85,39 @@ class TensorBoard:
             value = [self.summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
             yield self.event_pb2.Event(wall_time=wall, step=step, summary=self.summary_pb2.Summary(value=value))
 
-    def write(self, path, mode, *events):
-        with open(path, mode) as file:
-            writer = self.writer(file)
-            for event in itertools.chain(*events):
-                writer.write(event.SerializeToString())
+    def write(self, name, path, file, *events):
+        """Writes to an open file, the last one of its run, whose name is `path` now or soon."""
+        writer = self.writer(file)
+        for event in itertools.chain(*events):
+            writer.write(event.SerializeToString())
+        file.flush()
+        self.files[name] = path, self.mark(file)
 
-    def lock(self, folder, path):
+    @staticmethod
+    def mark(file):
+        """By which a file is known again: another one, or one that others wrote to, differs."""
+        status = os.fstat(file.fileno())
+        return status.st_dev, status.st_ino, status.st_size
+
+    def append(self, name, events):
+        """Whether it could: the file is still there, as it was left, and no link."""
+        path, mark = self.files[name]
+        try:
+            number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return False
+        with open(number, "ab") as file:
+            same = self.mark(file) == mark
+            if same:
+                self.write(name, path, file, events)
+        return same
+
+    def lock(self, name, folder, path):
         """Makes the folder this log's, and no other process's meanwhile."""
-        file = self.stack.enter_context(open(folder / "log_to.source", "a+b"))
+        source = folder / "log_to.source"
+        if name in self.locks and source.exists() and os.path.samestat(os.fstat(self.locks[name].fileno()), os.stat(source)):
+            return
+        self.locks[name] = file = self.stack.enter_context(open(source, "a+b"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -107,10 +132,11 @@ class TensorBoard:
             file.flush()
 
     def send(self, name, log, first, _):
-        if first:
-            self.write(self.files[name], "ab", self.steps(log, first))
-            return self.folder / name
         folder = self.folder / name
+        if first:
+            if self.append(name, self.steps(log, first)):
+                return folder
+            warn(f"{self.files[name][0]} was removed or changed; all steps are sent again")
         inside = [path for path in (folder, *folder.parents) if self.folder in path.parents]
         part = folder / "log_to.tmp"
         earlier = list(folder.glob("events.out.tfevents.*.train_moe"))
@@ -118,12 +144,11 @@ class TensorBoard:
             if path.is_symlink():
                 raise Failure(f"{path} is a link, through which nothing is written; remove it")
         folder.mkdir(parents=True, exist_ok=True)
-        if name not in self.files:
-            self.lock(folder, os.fsencode(os.path.realpath(log.path)))
+        self.lock(name, folder, os.fsencode(os.path.realpath(log.path)))
         part.unlink(missing_ok=True)  # a killed run left it
-        self.files[name] = folder / f"events.out.tfevents.{time.time_ns()}.train_moe"
-        with script.in_place(self.files[name], part):
-            self.write(part, "wb", self.beginning(name, log), self.steps(log, 0))
+        path = folder / f"events.out.tfevents.{time.time_ns()}.train_moe"
+        with script.in_place(path, part), open(part, "wb") as file:
+            self.write(name, path, file, self.beginning(name, log), self.steps(log, 0))
         for path in earlier:
             if path.stat().st_size:
                 os.truncate(path, 0)
@@ -170,16 +195,20 @@ class WandB:
 
 
 class Reader:
-    """Reads logs. An unchanged log is not read again."""
+    """Reads logs. An unchanged log is not read again. One that was there once is waited for when it is gone."""
 
-    def __init__(self):
-        self.logs = {}
+    def __init__(self, follow):
+        self.logs, self.follow = {}, follow
 
     def read(self, path, columns):
         try:
             status = os.stat(log_path(path))
-        except OSError:
+        except OSError as error:
+            if path in self.logs:
+                raise NoLog(f"{path}: {error.strerror}") from error
             return Log(path, columns)  # its error has the reason
+        if self.follow and not stat.S_ISREG(status.st_mode):
+            raise NoLog(f"{log_path(path)}: no regular file")  # a pipe can be read only once, and may never end
         stamp = status.st_ino, status.st_size, status.st_mtime_ns
         before, log = self.logs.get(path, (None, None))
         if stamp != before:
@@ -230,7 +259,7 @@ def main():
     args = parser.parse_args()
     if args.follow is not None and not 0 < args.follow < 1e6:
         parser.error("--follow takes seconds, more than 0")
-    reader, sent, taken = Reader(), {}, None
+    reader, sent, taken = Reader(args.follow), {}, None
     signals = [number for number in script.SIGNALS if args.follow and signal.getsignal(number) == script.end]
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they are taken between two looks, when all is sent
     try:
@@ -244,7 +273,7 @@ def main():
     except Failure as error:
         fail(error)
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}")
+        fail(f"{error.filename or args.tensorboard or args.wandb}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -4,34 +4,32 @@
     python3 scripts/plot_loss.py runs/bf16 runs/mxfp8/log.jsonl --out loss.svg
     python3 scripts/plot_loss.py runs/* --column val_loss grad_norm --over time --out loss.pdf
 
-The thin line has each step, the thick line is its moving average. Circles are columns that most steps lack, such as
-the validation loss. Each column has its own panel, but val_loss is drawn with loss. Names of mx_stats columns are
-like mx_stats/layer3/x/snr_db. The suffix sets the format: .svg needs only Python, .png and .pdf need matplotlib.
+The thin line has each step. The thick line is the mean of a step with --smooth steps before and after it, of those
+that are there: its end is the mean of the last ones. Circles are columns that most steps lack, such as the validation
+loss. Each column has its own panel, but val_loss is drawn with loss. A column with a number for each layer, such as
+load_max, has a curve for each. Names of mx_stats columns are like mx_stats/layer3/x/snr_db. The suffix sets the format:
+.svg needs only Python, .png and .pdf need matplotlib.
 """
 import script
 from script import Failure
 
 import argparse
 import pathlib
+import statistics
 
 from chart import COLOURS, LEAST, WIDTH, Curve, Panel, draw_svg, drawable, short, thin
-from runlog import fail, finite, read_logs
+from runlog import columns_in, fail, finite, read_logs
 
 FORMATS = (".svg", ".png", ".pdf")
+WORDS = {"loss": "training loss", "val_loss": "validation loss"}  # columns by their names in the picture
 UNITS = ((7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))  # from this many seconds on
 
 
-def smooth(values, beta):
-    """Exponential moving average, divided by the sum of its weights: it starts at the first value, not near 0. A None
-    stays None and does not move the average."""
-    out, total, weight = [], 0.0, 0.0
-    for v in values:
-        if v is None:
-            out.append(None)
-            continue
-        total, weight = beta * total + (1 - beta) * v, beta * weight + (1 - beta)
-        out.append(total / weight)
-    return out
+def smooth(values, reach):
+    """The mean of each value with up to `reach` known ones before it and as many after it. A None stays None."""
+    seen = [v for v in values if v is not None]
+    means = (statistics.fmean(seen[max(0, i - reach):i + reach + 1]) for i in range(len(seen)))
+    return [None if v is None else next(means) for v in values]
 
 
 def tokens(log):
@@ -60,46 +58,86 @@ def known(points):
     return [(x, v) for x, v in points if v is not None]
 
 
-def curve_of(log, xs, group, beta):
-    """The curve of a panel's columns: lines of the first, circles of another and of what most steps lack."""
-    each, average, marks = [], [], []
-    for column in group:
-        values = log.column(column)
-        if column != group[0] or 2 * sum(column in row for row in log.rows) < len(log.rows):
-            marks = known(zip(xs, values))
-        else:
-            each, average = list(zip(xs, values)), list(zip(xs, smooth(values, beta))) if beta else []
-    return Curve(each, average, marks)
+def line(log, xs, column, reach):
+    values = log.column(column)
+    return Curve(list(zip(xs, values)), list(zip(xs, smooth(values, reach))) if reach else [], [])
 
 
-def panels_of(logs, places, args):
-    """Yields (columns, panel)."""
+def circles(log, xs, column):
+    return Curve([], [], known(zip(xs, log.column(column))))
+
+
+def curve_of(log, xs, column, reach):
+    rare = 2 * sum(column in row for row in log.rows) < len(log.rows)
+    return circles(log, xs, column) if rare else line(log, xs, column, reach)
+
+
+def word(column):
+    return WORDS.get(column, column)
+
+
+def end_of(column, points):
+    """Words of the legend: a column and where its curve ends."""
+    return [f"{word(column)} {short(float(f'{points[-1][1]:.4g}'))}"] if points else []
+
+
+def entry(name, ends):
+    return drawable(f"{name} ({', '.join(ends)})" if ends else name, 100)
+
+
+def curves_of(group, names, logs, places, reach):
+    """Yields (key, words in the legend, curve); a key has a colour. Keys are runs, or layers of each run. The validation
+    loss has the colour of its run, or one of its own where there is a single run."""
+    for name, log, xs in zip(names, logs, places):
+        layers = log.layers(group[0])
+        for column in layers:
+            layer = column.rpartition("/")[2]
+            yield (name, layer), entry(f"{name} {layer}", []), curve_of(log, xs, column, reach)
+        if layers:
+            continue
+        curve = curve_of(log, xs, group[0], reach)
+        ends = end_of(group[0], known(curve.average or curve.each) or curve.marks)
+        validation = circles(log, xs, group[1]) if group[1:] and log.has(group[1]) else Curve([], [], [])
+        measured = end_of(group[-1], validation.marks)
+        if measured and len(logs) > 1:
+            curve, ends, measured = curve._replace(marks=validation.marks), ends + measured, []
+        yield (name,), entry(name, ends), curve
+        if measured:
+            yield "validation", measured[0], validation
+
+
+def picture_of(names, logs, places, args):
+    """The panels, the legend's entries, and the key with the kinds of lines."""
     groups = [[column] for column in dict.fromkeys(args.column)]
     if ["loss"] in groups and ["val_loss"] in groups:
         groups.remove(["val_loss"])
         groups[groups.index(["loss"])] = ["loss", "val_loss"]
     if len(groups) > 1 and args.y_range:
         fail("--y-range goes with one panel; draw one column")
+
+    drawn = []  # a dictionary of curves for each panel
+    entries = {}  # the legend has the words of the first panel
     for group in groups:
-        if not any(log.has(column) for log in logs for column in group):
-            fail(f"no finite {group[0]} in {', '.join(str(log.path) for log in logs)}")
-        curves = [curve_of(log, xs, group, args.smooth) for log, xs in zip(logs, places)]
-        label = drawable(group[0] if any(c.each for c in curves) else group[-1], 60)
-        yield group, Panel(label, curves, args.log_y, args.y_range)
+        if not any(log.has(column) or log.layers(column) for log in logs for column in group):
+            fail(f"no finite {group[0]} in {', '.join(str(log.path) for log in logs)}; "
+                 f"columns are {columns_in([log.path for log in logs])}")
+        drawn.append({})
+        for key, words, curve in curves_of(group, names, logs, places, args.smooth):
+            drawn[-1][key] = curve
+            entries.setdefault(key, words)
+    lined = any(curve.each for curves in drawn for curve in curves.values())
+    for i, (name, value) in enumerate(args.baseline):
+        drawn[0][i] = Curve([(0, value), (max(xs[-1] for xs in places), value)], [], [])
+        entries[i] = drawable(f"{name} {value:g}", 100)
 
-
-def entry(name, group, curve):
-    """A run in the legend: its name, and where its curve ends."""
-    ends = [(group[0], known(curve.average or curve.each)), (group[-1], curve.marks)]
-    numbers = [f"{column} {short(float(f'{points[-1][1]:.4g}'))}" for column, points in ends if points]
-    return drawable(f"{name} ({', '.join(numbers)})" if numbers else name, 100)
-
-
-def key_of(panels, beta):
-    """The key: kinds of lines and their meaning."""
-    curves = [curve for panel in panels for curve in panel.curves]
-    lines = f"thin: each step, thick: moving average ({beta:g})" if beta else "line: each step"
-    return ", ".join([lines] * any(c.each for c in curves) + ["circles: where measured"] * any(c.marks for c in curves))
+    panels, circled = [], []
+    for group, curves in zip(groups, drawn):
+        both = group[1:] and any(log.has("loss") for log in logs)
+        label = drawable("loss" if both else word(group[-1]), 60)
+        panels.append(Panel(label, [curves.get(key, Curve([], [], [])) for key in entries], args.log_y, args.y_range))
+        circled += [word(group[-1]) if group[-1] == "val_loss" else "where measured"] * any(c.marks for c in curves.values())
+    lines = f"thin: each step, thick: its mean with {args.smooth} steps before and after" if args.smooth else "line: each step"
+    return panels, list(entries.values()), ", ".join([lines] * lined + [f"circles: {what}" for what in dict.fromkeys(circled)])
 
 
 def save_by_matplotlib(path, suffix, panels, entries, x_label, title, key):
@@ -155,8 +193,10 @@ def main():
                         help="columns of the log (default: loss val_loss)")
     parser.add_argument("--over", choices=("steps", "tokens", "time"), default="steps",
                         help="horizontal axis (default: steps); time: of the steps alone, without validation")
-    parser.add_argument("--smooth", type=float, default=0.9,
-                        help="weight of the past in the moving average, 0 for none (default: 0.9)")
+    parser.add_argument("--smooth", type=int, default=10, metavar="STEPS",
+                        help="steps before and after in the mean, 0 for no mean (default: 10)")
+    parser.add_argument("--baseline", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
+                        help="a level line in the first panel, such as the loss of a bigram model; may be repeated")
     parser.add_argument("--log-y", action="store_true", help="logarithmic vertical axis")
     parser.add_argument("--y-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="show only these values")
     parser.add_argument("--title", default="")
@@ -164,8 +204,14 @@ def main():
     suffix = args.out.suffix.lower()
     if suffix not in FORMATS:
         parser.error(f"--out {args.out}: cannot write '{suffix}', only {', '.join(FORMATS)}")
-    if not 0 <= args.smooth < 1:
-        parser.error("--smooth must be in [0, 1)")
+    if args.smooth < 0:
+        parser.error("--smooth must be at least 0")
+    try:
+        args.baseline = [(name, float(value)) for name, value in args.baseline]
+    except ValueError as error:
+        parser.error(f"--baseline: {error}")
+    if None in [finite(value) for _, value in args.baseline]:
+        parser.error("--baseline: VALUE must be finite")
     if args.y_range:
         low, high = args.y_range
         if None in (finite(low), finite(high)) or not high - low > 1e-9 * max(abs(low), abs(high), LEAST):
@@ -174,9 +220,8 @@ def main():
     # The curves.
     names, logs = zip(*read_logs(args.logs, args.column))
     places, x_label = horizontal(logs, args.over)
-    groups, panels = zip(*panels_of(logs, places, args))
-    entries = [entry(name, groups[0], curve) for name, curve in zip(names, panels[0].curves)]
-    picture = panels, entries, x_label, drawable(args.title, 90), key_of(panels, args.smooth)
+    panels, entries, key = picture_of(names, logs, places, args)
+    picture = panels, entries, x_label, drawable(args.title, 90), key
 
     # The picture.
     try:

@@ -88,15 +88,26 @@ def read_log(path, columns=None):
         step = row.get("step")
         if type(step) is not int or not 0 <= step < 2**63:
             bad(f"line {i}: no step number")
-        values = columns_of(row)
+        values, wanted = columns_of(row), set()
         for key in columns or ():
             inside = isinstance(row.get(key), list) and [name for name in values if name.startswith(f"{key}/")]
-            if inside:
-                raise NoLog(f"{path}: {key} is a list; draw one of its columns, such as {inside[-1]}")
-            if not is_number(row.get(key)):
+            if inside and any(isinstance(item, dict) for item in row[key]):
+                raise NoLog(f"{path}: {key} is a list of objects; draw one of its columns, such as {inside[-1]}")
+            if not inside and not is_number(row.get(key)):
                 bad(f"line {i}: {key} is not a number")
-        rows[step] = values if columns is None else {key: values[key] for key in columns if key in values}
+            wanted.update(inside or [key])
+        rows[step] = {key: value for key, value in values.items() if columns is None or key in wanted}
     return config, rows
+
+
+def columns_in(paths):
+    """Words for a message: the columns of logs with a finite number, of a list of objects only one."""
+    found = {}
+    for row in (row for path in paths for row in read_log(path)[1].values()):
+        for name in (name for name, value in row.items() if value is not None):
+            head, *inside = name.split("/")
+            found.setdefault(head, name if len(inside) > 1 else head)
+    return ", ".join(found.values()) or "none"
 
 
 class Log:
@@ -112,11 +123,16 @@ class Log:
             raise NoLog(f"{self.path}: the log holds no steps")
         self.steps = sorted(rows)
         self.rows = [rows[step] for step in self.steps]
-        if columns and not any(map(self.has, columns)):
-            raise NoLog(f"{self.path}: no finite {' or '.join(columns)} in this log")
+        if columns and not any(self.has(column) or self.layers(column) for column in columns):
+            raise NoLog(f"{self.path}: no finite {' or '.join(columns)} in this log; columns are {columns_in([self.path])}")
 
     def has(self, column):
         return any(row.get(column) is not None for row in self.rows)
+
+    def layers(self, name):
+        """The columns of a list with a number for each layer."""
+        found = dict.fromkeys(column for row in self.rows for column in row if column.startswith(f"{name}/layer"))
+        return list(filter(self.has, found))
 
     def column(self, name):
         """Its value at each step, None where there is none."""

@@ -1,7 +1,9 @@
 """How the scripts end at a signal and put files in place. Scripts import it first, because other imports take time.
 
-SIGINT and SIGTERM end a script with one line and remove its unfinished files. Standard library only.
+SIGINT and SIGTERM end a script with one line and remove its unfinished files. So does a standard output that cannot be
+written, on a full disk. Standard library only.
 """
+import io
 import os
 import signal
 import sys
@@ -11,15 +13,19 @@ OWNER = os.getpid()
 unfinished = []  # files and folders under temporary names
 
 
-def end(number, _):
+def clear_and_say(message):
     if os.getpid() != OWNER:  # a process of a pool ends with the script
         os._exit(1)
     for path in unfinished:
         remove(path)
     try:
-        os.write(2, os.fsencode(f"{os.path.basename(sys.argv[0])}: ended by {signal.Signals(number).name}\n"))
+        os.write(2, os.fsencode(f"{os.path.basename(sys.argv[0])}: {message}\n"))
     except OSError:  # nobody listens
         pass
+
+
+def end(number, _):
+    clear_and_say(f"ended by {signal.Signals(number).name}")
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -31,8 +37,22 @@ for number in SIGNALS:
 import contextlib  # noqa: E402
 import pathlib  # noqa: E402
 
+
+class Output(io.FileIO):
+    """Standard output. Its error is no error of a file that the script reads or writes meanwhile."""
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as error:
+            clear_and_say(f"error: standard output: {error.strerror}")
+            os._exit(1)
+
+
 if sys.stdout:
-    sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(Output(1, "w", closefd=False)), sys.stdout.encoding,
+                                  errors="surrogateescape",  # file names may hold any bytes
+                                  line_buffering=sys.stdout.line_buffering, write_through=sys.stdout.write_through)
 
 
 class Failure(Exception):

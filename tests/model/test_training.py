@@ -92,6 +92,14 @@ class Log(Case):
             self.assertEqual([round(rate * 100, 9) for rate in rates], [min(1, round(i / steps, 9)) if steps else 1 for i in range(1, 21)])
             shutil.rmtree(self.dir / "run")
 
+    def test_lines_left_out(self):
+        """The first time that a step has no line on the terminal, one line says so."""
+        words = "(at most two steps a second are printed; %slog.jsonl has all)"
+        for more, said in (dict(out="run"), words % ""), (dict(), words % "with --out its "):
+            lines = self.train(steps=200, **more).stdout.splitlines()
+            self.assertEqual(lines.count(said), 1)
+            self.assertLess(sum(line.startswith("step ") for line in lines), 200)
+
     def test_fields(self):
         began = time.time()
         self.train(out="run", steps=10, val=self.val_glob, val_every=4, val_tokens=256, lr=1e-2, warmup=5)

@@ -30,6 +30,20 @@ class Build(unittest.TestCase):
         (self.dir / "bin/nvcc").write_text(NVCC)
         (self.dir / "bin/nvcc").chmod(0o755)
 
+    def test_first_screen(self):
+        """The lines about libraries come before those of the compiler, also with several jobs."""
+        (self.dir / "scripts").unlink()
+        (self.dir / "scripts").mkdir()
+        for name in ("setup.sh", "first_run.sh"):
+            (self.dir / "scripts" / name).write_text("")
+        (self.dir / "scripts/probe.sh").write_text("echo probe; sleep 0.5; echo end of probe\n")
+        for target in (["all", "-j8"], ["train"]):
+            shutil.rmtree(self.dir / "build", ignore_errors=True)
+            done = subprocess.run(["make", "MPI=0", "ONIG=0", "CBLAS_LIB=", "HAVE_GPU=", f"CC={self.dir}/bin/nvcc", "ARCHS=80", "JOBS=8", *target],
+                                  cwd=self.dir, env=self.environment(), timeout=60, capture_output=True, text=True)
+            self.assertEqual((done.returncode, done.stdout.splitlines()[:2]), (0, ["probe", "end of probe"]), done.stderr)
+            self.assertIn("  LINK  build/cpu/train_moe", done.stdout.splitlines()[2:])
+
     def test_missing_oniguruma(self):
         """A compiler without Oniguruma's header builds without it."""
         done = subprocess.run(["make", "-pn", "MPI=0", "CC=cc -nostdinc"], cwd=self.dir, timeout=60, capture_output=True, text=True)
@@ -45,7 +59,7 @@ class Build(unittest.TestCase):
                 environment = {name: value for name, value in self.environment().items() if name != "CUDA_VISIBLE_DEVICES"}
                 if visible is not None:
                     environment["CUDA_VISIBLE_DEVICES"] = visible
-                done = subprocess.run(["make", "-pn", "MPI=0", "ARCHS=80"], cwd=self.dir, env=environment, timeout=60, capture_output=True,
+                done = subprocess.run(["make", "-pn", "help", "MPI=0", "ARCHS=80"], cwd=self.dir, env=environment, timeout=60, capture_output=True,
                                       text=True)
                 self.assertEqual(re.findall(r"(?m)^GPUS := (\d+)$", done.stdout), [str(count)], f"{said}: {visible}")
 

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 import xml.etree.ElementTree as ET
 
@@ -157,16 +158,70 @@ class Seeds(unittest.TestCase):
         self.assertAlmostEqual(float(value), max(means.values()), delta=6e-6)
         self.assertIn("the mean ± its standard error (seeds)", done.stdout)
 
-        # Where bf16 alone has several seeds, each has its own row, compared with the first.
+    def test_seeds_of_bf16_alone(self):
+        """Rows and curves are of the first seed; each further one has its own, and its gap is to the first."""
         out, done = self.fake("seeds_bf16", "--only", "mxfp8", "--seeds", 3)
         rows = self.rows(done)
-        self.assertEqual(list(rows), ["bf16", "mxfp8", "bf16, seed 1", "bf16, seed 2", "bf16, seed 3"])
-        check(rows["bf16"][0], [self.losses(out, "bf16" + end, "val_loss")[STEPS] for end in ends])
-        for name, folder in (("mxfp8", "mxfp8"), ("bf16, seed 1", "bf16"), ("bf16, seed 2", "bf16-seed-2"),
-                             ("bf16, seed 3", "bf16-seed-3")):
-            gap = statistics.fmean(self.gaps(out, folder, "bf16").values())
-            self.assertAlmostEqual(float(rows[name][3]), gap, delta=6e-6)
-            self.assertAlmostEqual(float(rows[name][0]), self.losses(out, folder, "val_loss")[STEPS], delta=6e-6)
+        folders = {"bf16": "bf16", "mxfp8": "mxfp8", "bf16, seed 2": "bf16-seed-2", "bf16, seed 3": "bf16-seed-3"}
+        self.assertEqual(list(rows), list(folders))
+        for name, folder in folders.items():
+            self.assertEqual(rows[name][0], f"{self.losses(out, folder, 'val_loss')[STEPS]:.5f}")
+            self.assertEqual(rows[name][1], f"{statistics.fmean(self.losses(out, folder).values()):.5f}")
+            if name != "bf16":
+                gap = statistics.fmean(self.gaps(out, folder, "bf16").values())
+                self.assertAlmostEqual(float(rows[name][3]), gap, delta=6e-6)
+        self.assertNotIn("±", done.stdout)
+
+        # The picture has the same: each curve ends where the run of its row does, in every panel of losses.
+        losses, _, _, val = self.panels(out)
+        for (group, value, shown), wanted in ((losses, [self.smooth(self.losses(out, folder))[STEPS] for folder in folders.values()]),
+                                              (val, [self.losses(out, folder, "val_loss")[STEPS] for folder in folders.values()])):
+            self.assertEqual(group.findall(SVG + "polygon"), [])
+            ends = [value(float(re.findall(r"L[\d.]+ (-?[\d.]+)", path.get("d"))[-1])) for path in group.findall(SVG + "path")]
+            self.assertEqual(len(ends), 4)
+            for drawn, end in zip(ends, wanted):
+                self.assertAlmostEqual(drawn, end, delta=0.004 * (shown[1] - shown[0]))
+
+    def test_a_signal_is_an_error(self):
+        """A signal in the last step of a run, while another waits, is no comparison; the same command goes on."""
+        program, out = self.dir / "signals", self.dir / "signalled"
+        program.write_text(FAKE + "import os\nif not gap: os.kill(os.getppid(), 15)\n")
+        program.chmod(0o755)
+        args = ("--only", "mxfp8", "--program", program)
+        done = self.compare(out, *args)
+        self.assertEqual((done.returncode, done.stdout), (1, ""), done.stderr)
+        self.assertNotIn("Traceback", done.stderr)
+        self.assertTrue(done.stderr.endswith("error: ended by SIGTERM; the same command goes on\n"), done.stderr)
+        self.assertEqual([path.name for path in out.iterdir()], ["bf16"])
+        done = self.compare(out, *args)
+        self.assertEqual((done.returncode, list(self.rows(done))), (0, ["bf16", "mxfp8"]), done.stderr)
+
+    def test_an_error_leaves_no_run_alone(self):
+        """A run whose log cannot be read ends the script; the others are asked to stop, as after any failure."""
+        program, out = self.dir / "broken", self.dir / "broken_log"
+        program.write_text(f"""#!{sys.executable}
+import pathlib, signal, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+def stop(*_):
+    (out / "stopped").touch()
+    sys.exit()
+signal.signal(signal.SIGUSR1, stop)
+if "--precision" in sys.argv:
+    while not (out.parent / "bf16/ready").exists():
+        time.sleep(0.01)
+    (out / "log.jsonl").write_text("x")
+else:
+    (out / "ready").touch()
+    time.sleep(60)
+""")
+        program.chmod(0o755)
+        done = self.compare(out, "--only", "mxfp8", "--program", program, "--at-once", 2)
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertIn("is not a log of train_moe", done.stderr)
+        deadline = time.monotonic() + 20
+        while not (out / "bf16/stopped").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.assertTrue((out / "bf16/stopped").exists())
 
     def test_a_seed_that_diverged(self):
         """The standard error is over the finite seeds, and their number is shown."""
@@ -234,20 +289,21 @@ class Seeds(unittest.TestCase):
                          [2 * (STEPS - WINDOW + 1), 2 * (12 - WINDOW + 1), 2 * (STEPS - 13)])
 
     def test_another_seed_leaves_the_gaps_readable(self):
-        """Another seed of bf16 widens the panel of the gaps at most threefold; without other sets it has the panel."""
+        """Where another seed of bf16 would widen the sets' panel of gaps threefold, a panel of its own has all gaps."""
         out, _ = self.fake("readable", "--only", "mxfp8", "--seeds", 2)
-        one, two = [self.smooth(self.losses(out, name)) for name in ("bf16", "bf16-seed-2")]
-        start = self.settled({step: (one[step] + two[step]) / 2 for step in one})
+        start = self.settled(self.smooth(self.losses(out, "bf16")))
         gap, seed = [[v for step, v in self.gaps(out, name, "bf16").items() if step >= start]
                      for name in ("mxfp8", "bf16-seed-2")]
-        low, high = min(*gap, -1e-3), max(*gap, 1e-3)
-        height = high - low
-        self.assertGreater(max(map(abs, seed)), 4 * height)
-        group, _, shown = list(self.panels(out))[1]
-        self.assert_range(shown, [max(low - height, min(low, *seed)), min(high + height, max(high, *seed))])
-        self.assertEqual(len(group.findall(SVG + "path")), 3)  # beyond the edge, but drawn
+        near, far = [*gap, -1e-3, 1e-3], [*gap, *seed, -1e-3, 1e-3]
+        self.assertGreater(max(far) - min(far), 3 * (max(near) - min(near)))
+        (_, alone, beside, _) = self.panels(out)
+        for (group, _, shown), values, count in ((alone, near, 2), (beside, far, 3)):
+            self.assert_range(shown, values)
+            self.assertEqual(len(group.findall(SVG + "path")), count)
         out, _ = self.fake("readable_alone", "--only", "bf16", "--seeds", 2)
-        self.assert_range(list(self.panels(out))[1][2], [*seed, -1e-3, 1e-3])
+        panels = list(self.panels(out))
+        self.assertEqual(len(panels), 3)
+        self.assert_range(panels[1][2], [*seed, -1e-3, 1e-3])
 
     def test_runs_of_before(self):
         """Runs from before --data-seed, whose data order was --seed's, count for the first seed and no other."""

@@ -1,13 +1,17 @@
 """docs/ and the README are true: quoted code is the code, commands run, links and figures have targets.
 
 The pages and the comments use the words of the glossary."""
+import importlib.util
 import os
 import pathlib
 import re
 import shutil
+import struct
 import subprocess
+import sys
 import tempfile
 import unittest
+import xml.etree.ElementTree as ET
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PROGRAM = pathlib.Path(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe")).resolve()
@@ -15,6 +19,7 @@ ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 SLOW = True
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIGURE_BYTES = 60_000
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def fences(page):
@@ -48,7 +53,7 @@ class Docs(unittest.TestCase):
         for page in PAGES:
             for mark, text in fences(page):
                 kind, _, name = mark.partition(" ")
-                self.assertIn(kind, ("c", "text", "sh", "diff", "mermaid"), f"{page.name}: a block of {mark!r}")
+                self.assertIn(kind, ("c", "text", "sh", "python", "diff", "mermaid"), f"{page.name}: a block of {mark!r}")
                 if kind == "c":
                     self.assertTrue(text in (ROOT / name).read_text(), f"{page.name} quotes of {name} what is not there:\n{text}")
 
@@ -72,6 +77,17 @@ class Docs(unittest.TestCase):
         for name in shown:
             self.assertLessEqual((ROOT / "docs" / name).stat().st_size, FIGURE_BYTES, name)
             self.assertIn(f'"{name[:-4]}": ', script, name)
+            for text in ET.parse(ROOT / "docs" / name).iter(SVG + "text"):  # no words are cut off; a letter is at least 0.44 of its height
+                width = 0.44 * float(text.get("font-size")) * len(text.text)
+                left = float(text.get("x")) - width * {"start": 0, "middle": 0.5, "end": 1}[text.get("text-anchor")]
+                self.assertTrue(0 <= left and left + width <= 480, f"{name}: {text.text}")
+
+    def test_figures_of_results(self):
+        """They have a title, and words on their axes: no names of the log's columns."""
+        for path in (ROOT / "bench").glob("*.svg"):
+            texts = list(ET.parse(path).iter(SVG + "text"))
+            self.assertEqual(sum(text.get("font-weight") == "bold" for text in texts), 1, path.name)
+            self.assertEqual([text.text for text in texts if "_" in text.text], [], path.name)
 
     def test_drawn_figures_are_the_scripts(self):
         """scripts/figures.py draws the same figures again, for those that need no run."""
@@ -116,6 +132,26 @@ class Docs(unittest.TestCase):
                                       env=dict(os.environ, GIT_CEILING_DIRECTORIES=folder, HOME=str(books.parent)))
                 self.assertEqual(done.returncode, 0, f"{page.name}:\n{done.stdout[-3000:]}")
                 self.assertEqual([name for name in was if (tree / name).read_bytes() != was[name]], [], page.name)
+
+    @unittest.skipUnless(all(map(importlib.util.find_spec, ("torch", "transformers", "tokenizers"))),
+                         "needs torch, transformers and tokenizers")
+    def test_generating_in_transformers(self):
+        """The snippet of running.md generates from a run's checkpoint; its prompt begins as documents do."""
+        code, = [text for mark, text in fences(ROOT / "docs/running.md") if mark == "python"]
+        code = re.sub(r"step_\d{8}", "step_00000002", code) + "print(prompt[0], len(prompt))\n"
+        with tempfile.TemporaryDirectory() as folder:
+            for command in ([sys.executable, ROOT / "scripts/prepare_text.py", ROOT / "README.md", "--val-fraction", "0.1", "--out", ".",
+                             "--name", "text", "--train-tokenizer", "300"],
+                            [PROGRAM, "--train", "text_train_*.bin", "--out", "runs/x", *"--model tiny --steps 2 --seq-len 32 --batch 2".split()],
+                            [sys.executable, "-c", code]):
+                done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+                self.assertEqual(done.returncode, 0, done.stderr)
+            text, _, last = done.stdout.rstrip("\n").rpartition("\n")
+            self.assertTrue(text.startswith("It was") and len(text) > len("It was"), text)
+            shard, = pathlib.Path(folder).glob("text_train_*.bin")
+            (first,), (begin, count) = struct.unpack_from("<H", shard.read_bytes(), 1024), map(int, last.split())
+            self.assertEqual(begin, first)  # the first document's first token
+            self.assertGreater(count, 1)
 
     def test_diffs_are_tried(self):
         """Each diff has a name; the page's commands apply it by this name, train with it and revert it."""

@@ -277,6 +277,73 @@ class TensorBoard(Case):
         self.assertEqual(process.returncode, -signal.SIGINT)
         self.assertEqual(self.scalars(self.read("board/run"))["lr"], [(row["step"], 7.0) for row in other])
 
+    def test_follow_when_files_go(self):
+        """Event file, its folder or the run's folder removed, or a link in their place: all steps are sent again, through no
+        link. A log that is no regular file is waited for, and a signal ends the script."""
+        run, victim, again = self.log("run", steps(1, 2)), self.dir / "victim", r"events\.out\S+ was removed or changed; all steps are sent again"
+        victim.write_bytes(b"precious")
+
+        def unlink(events):
+            events.unlink()
+
+        def replace(events):
+            events.unlink()
+            events.symlink_to(victim)
+
+        def move(events):
+            events.rename(self.dir / "moved")
+            events.symlink_to(self.dir / "moved")
+
+        def empty(events):
+            events.write_bytes(b"")
+
+        def remove_board(_):
+            shutil.rmtree(self.dir / "board")
+
+        def remove_run(_):
+            shutil.rmtree(run)
+            time.sleep(0.3)
+
+        def a_pipe(_):
+            (run / "log.jsonl").unlink()
+            os.mkfifo(run / "log.jsonl")
+            time.sleep(0.3)
+            (run / "log.jsonl").unlink()
+
+        link = "is a link, through which nothing is written; remove it"
+        for change, code, says in ((unlink, 0, again), (replace, 1, link), (move, 1, link), (empty, 0, again), (remove_board, 0, again), (remove_run, 0, "run: No such file or directory; waiting for it"),
+                                   (a_pipe, 0, "log.jsonl: no regular file; waiting for it")):
+            shutil.rmtree(self.dir / "board", ignore_errors=True)
+            self.log("run", steps(1, 2))
+            command = [sys.executable, SCRIPT, run, "--tensorboard", "board", "--follow", "0.1"]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+                self.addCleanup(process.kill)
+                self.assertIn("wrote run: 2 steps", process.stdout.readline())
+                change(next(self.dir.glob("board/run/events*")))
+                self.log("run", steps(1, 6))
+                _, err = process.communicate(timeout=60)
+            self.assertEqual(process.returncode, code, err)
+            self.assertRegex(err, says)
+            self.assertEqual(victim.read_bytes(), b"precious")
+            if not code:
+                self.assert_scalars(self.read("board/run"), steps(1, 6))
+                self.assertEqual((self.dir / "board/run/log_to.source").read_text(), str(run / "log.jsonl"))
+
+        (run / "log.jsonl").unlink()
+        os.mkfifo(run / "log.jsonl")
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            self.addCleanup(process.kill)
+            self.assertIn("no regular file; waiting for it", process.stderr.readline())
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+        self.assertEqual(process.returncode, -signal.SIGTERM)
+
+    def test_a_full_disk_is_named(self):
+        run = self.log("run", steps(1, 3))
+        with mock.patch.object(log_to.TensorBoard, "write", side_effect=OSError(28, "No space left on device")):
+            _, said = self.run_script(run, "--tensorboard", "board", code=1)
+        self.assertEqual(said, "log_to.py: error: board: No space left on device\n")
+
     def test_failures(self):
         run = self.log("run", steps(1, 3))
         for paths, says in (([run, "none"], "none: cannot read it: No such file"),

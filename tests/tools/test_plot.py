@@ -83,9 +83,35 @@ class PlotLoss(unittest.TestCase):
         self.assertIn("A & <B>", texts)
         self.assertIn("step", texts)
         self.assertIn("loss", texts)
-        self.assertTrue(any(t.startswith("first (loss 1.") and "val_loss 1.225" in t for t in texts), texts)
+        self.assertTrue(any(t.startswith("first (training loss 1.") for t in texts), texts)
+        self.assertIn("validation loss 1.225", texts)
+        self.assertIn("thin: each step, thick: its mean with 10 steps before and after, circles: validation loss", texts)
         self.assertEqual(len(circles), 4)
         self.assertEqual(len(curves), 3)  # each step, average, validation
+        colours = [p.get("stroke") for g in root.iter(SVG + "g") for p in g.iter(SVG + "path")]
+        self.assertEqual((colours[0], len(set(colours))), (colours[1], 2))  # the validation loss has a colour of its own
+        self.assertEqual({c.get("stroke") for c in circles}, {colours[2]})
+
+    def test_validation_of_several_runs(self):
+        """With several runs, the validation loss has the colour of its run."""
+        logs = [self.log(name, self.rows(40, val_every=10)) for name in "ab"]
+        root, texts, circles, _ = self.plot(*logs)
+        self.assertEqual(sum(t in (f"{name} (training loss 1.144, validation loss 1.225)" for name in "ab") for t in texts), 2, texts)
+        paths = [p.get("stroke") for g in root.iter(SVG + "g") for p in g.iter(SVG + "path")]
+        self.assertEqual({c.get("stroke") for c in circles}, set(paths))
+
+    def test_baseline(self):
+        """A baseline is a level line over the whole width of the first panel, within its range."""
+        path = self.log("byte bigram", self.rows(40))  # a run of the same name is another curve
+        root, texts, _, curves = self.plot(path, "--baseline", "byte bigram", 7.25, "--column", "loss", "lr", "--smooth", 0)
+        self.assertIn("byte bigram 7.25", texts)
+        self.assertEqual([len(g.findall(SVG + "path")) for g in root.iter(SVG + "g")], [2, 1])
+        box = root.find(f"{SVG}clipPath/{SVG}rect")
+        left, right = float(box.get("x")) + 5, float(box.get("x")) + float(box.get("width")) - 5
+        xs = [float(x) for x in re.findall(r"[ML]([-\d.]+) ", curves[1])]
+        self.assertEqual((xs, len(set(self.ys(curves[1])))), ([left, right], 1))
+        self.assertGreater(self.ys(curves[1])[0], float(box.get("y")))
+        self.assertLess(self.ys(curves[1])[0], self.ys(curves[0])[0])  # 7.25 is above the first loss, 6
 
     def test_several_runs_have_their_own_names_and_colours(self):
         logs = [self.log(name, self.rows(20)) for name in ("a", "b", "c")]
@@ -115,7 +141,7 @@ class PlotLoss(unittest.TestCase):
         names = [f"a-run-with-a-rather-long-name-{i}" for i in range(9)]
         root, texts, _, curves = self.plot(*[self.log(name, self.rows(30)) for name in names])
         top = float(root.find(f"{SVG}clipPath/{SVG}rect").get("y"))
-        entries = [t for t in root.iter(SVG + "text") if "(loss" in t.text]
+        entries = [t for t in root.iter(SVG + "text") if "(training loss" in t.text]
         self.assertEqual(len(entries), 9)
         self.assertTrue(all(float(t.get("y")) < top for t in entries))
         self.assertTrue(all(y >= top - 0.1 for d in curves for y in self.ys(d)))
@@ -123,6 +149,16 @@ class PlotLoss(unittest.TestCase):
     @staticmethod
     def ys(path):
         return [float(y) for y in re.findall(r"[ML][-\d.]+ ([-\d.]+)", path)]
+
+    def test_numbers_of_an_axis_are_beside_its_title(self):
+        """The longest number of an axis, -0.0005 with its neighbours, ends right of the title, whose descenders are below x."""
+        root, _, _, _ = self.plot(self.log("near", [{"step": s, "gap": 1e-3 * (-1) ** s} for s in range(20)]), "--column", "gap")
+        title, = [t for t in root.iter(SVG + "text") if t.get("transform")]
+        numbers = [t for t in root.iter(SVG + "text") if t.get("text-anchor") == "end"]
+        self.assertIn("-0.0005", [t.text for t in numbers])
+        for number in numbers:
+            left = float(number.get("x")) - 0.56 * 13 * len(number.text)  # a digit of Helvetica is 0.56 of its height wide
+            self.assertGreater(left, float(title.get("x")) + 0.25 * 14)
 
     def test_null_loss_breaks_the_line(self):
         rows = self.rows(20)
@@ -166,8 +202,8 @@ class PlotLoss(unittest.TestCase):
 
     def test_average_of_a_constant_is_the_constant(self):
         rows = [{"step": s, "loss": 2.5} for s in range(1, 30)]
-        _, texts, _, curves = self.plot(self.log("flat", rows), "--smooth", 0.99)
-        self.assertTrue(any("loss 2.5)" in t for t in texts))
+        _, texts, _, curves = self.plot(self.log("flat", rows), "--smooth", 5)
+        self.assertTrue(any("training loss 2.5)" in t for t in texts))
         self.assertEqual(len({y for d in curves for y in self.ys(d)}), 1)
 
     def test_one_step(self):
@@ -205,22 +241,22 @@ class PlotLoss(unittest.TestCase):
 
     def test_wrong_usage(self):
         path = self.log("u", self.rows(3))
-        for args in (["--smooth", "1"], ["--smooth", "nan"], ["--over", "epoch"], ["--y-range", "3", "2"],
+        for args in (["--smooth", "0.9"], ["--smooth", "-1"], ["--baseline", "a", "b"], ["--baseline", "a", "nan"], ["--over", "epoch"], ["--y-range", "3", "2"],
                      ["--y-range", "1", "inf"], ["--y-range", "nan", "1"], ["--y-range", "0", "5e-324"],
                      ["--y-range", "-1e308", "1e308"], ["--y-range", "1", "1.0000000000000002"]):
             self.assertEqual(self.run_script(path, *args).returncode, 2, args)
         self.assertEqual(self.run_script().returncode, 2)
 
-    def test_average_is_weighted_by_all_steps_so_far(self):
-        """The average equals its definition: after n values, weights beta^(n - i) over their sum, so no bias to 0."""
-        values, beta = [5.0, None, 3.0, 4.0, 1.0, 2.0], 0.9
-        for n, average in enumerate(plot_loss.smooth(values, beta), 1):
-            seen = [v for v in values[:n] if v is not None]
-            weights = [beta ** (len(seen) - i) for i in range(1, len(seen) + 1)]
-            if values[n - 1] is None:
-                self.assertIsNone(average)
-            else:  # the rounding of a dozen operations in float64
-                self.assertAlmostEqual(average, sum(w * v for w, v in zip(weights, seen)) / sum(weights), delta=1e-14)
+    def test_average_does_not_lag(self):
+        """The mean has as many values after a step as before it; at the ends those that are there. A gap is no value."""
+        values = [9.0, None, 3.0, 4.0, 1.0, 2.0]
+        self.assertEqual(plot_loss.smooth(values, 1), [6.0, None, 16 / 3, 8 / 3, 7 / 3, 1.5])
+        falling = [100.0 - i for i in range(50)]
+        for i, mean in enumerate(plot_loss.smooth(falling, 10)):
+            self.assertEqual(mean, falling[i] - max(0, 10 - i) / 2 + max(0, i - 39) / 2)
+        rows = [{"step": s, "loss": float(s)} for s in range(1, 101)]
+        _, texts, _, _ = self.plot(self.log("end", rows))
+        self.assertIn("end (training loss 95)", texts)  # the mean of the steps from 90 to 100
 
     STATS = [{"layer": i, "tensor": t, "snr_db": 30.0 + i, "inexact": None} for i in (0, 1) for t in ("x", "w13")]
 
@@ -247,13 +283,32 @@ class PlotLoss(unittest.TestCase):
         self.assertTrue(any(t.startswith("columns (grad_norm 3.") and t.endswith("k)") for t in texts), texts)
         _, texts, circles, curves = self.plot(path, "--column", "val_loss")
         self.assertEqual((len(circles), len(curves)), (4, 1))
-        self.assertIn("val_loss", texts)
-        for column, one in (("load_max", "load_max/layer1"), ("mx_stats", "mx_stats/layer1/w13/inexact")):
-            self.fails(path, "--column", column, names=path,
-                       says=f"{column} is a list; draw one of its columns, such as {one}")
-        self.fails(path, "--column", "gradnorm", names=path, says="no finite gradnorm")
-        self.fails(path, "--column", "loss", "gradnorm", names=path, says="no finite gradnorm")
+        self.assertIn("validation loss", texts)
+        self.fails(path, "--column", "mx_stats", names=path,
+                   says="mx_stats is a list of objects; draw one of its columns, such as mx_stats/layer1/w13/inexact")
+        columns = "columns are loss, lr, grad_norm, mx_stats/layer0/x/snr_db, load_max, val_loss"
+        self.fails(path, "--column", "gradnorm", names=path, says=f"no finite gradnorm in this log; {columns}")
+        self.fails(path, "--column", "loss", "gradnorm", names=path, says=f"no finite gradnorm in {path}; {columns}")
         self.fails(path, "--column", "loss", "grad_norm", "--y-range", 1, 2, names="--y-range", says="one panel")
+
+    def test_each_layer_of_a_list(self):
+        """A column with a number for each layer has a curve for each layer, of every run; a layer without one has none."""
+        logs = []
+        for name, layers in (("a", 3), ("b", 2)):
+            rows = self.rows(20)
+            for row in rows:
+                row["load_max"] = [None, *[1.0 + layer + row["step"] / 100 for layer in range(1, layers)]]
+            logs.append(self.log(name, rows))
+        for runs, names in ((logs, ["a layer1", "a layer2", "b layer1"]), (logs[:1], ["a layer1", "a layer2"])):
+            root, texts, _, curves = self.plot(*runs, "--column", "load_max", "--smooth", 0)
+            self.assertEqual(len(curves), len(names))
+            self.assertEqual([t for t in texts if "layer" in t], names)
+            self.assertEqual(len({p.get("stroke") for g in root.iter(SVG + "g") for p in g.iter(SVG + "path")}), len(names))
+        root, texts, _, _ = self.plot(*logs, "--column", "loss", "load_max", "--smooth", 0)
+        strokes = [[p.get("stroke") for p in g.iter(SVG + "path")] for g in root.iter(SVG + "g")]
+        self.assertEqual([len(s) for s in strokes], [2, 3])
+        self.assertEqual(len({*strokes[0], *strokes[1]}), 5)  # no layer has the colour of a run
+        self.assertEqual(sum(t.startswith(("a (training loss", "b (training loss")) for t in texts), 2)
 
     def test_time_axis_is_the_sum_of_ms(self):
         rows = [{"step": s, "loss": 1.0, "ms": ms} for s, ms in enumerate((1000, 1000, 6000, 2000), 1)]
@@ -286,11 +341,11 @@ class PlotLoss(unittest.TestCase):
         (self.dir / "corpus").mkdir()
         young, other = self.log("young", []), self.log("other", [{"step": 1, "lr": 1.0}])
         _, texts, _, _ = self.plot(text, "corpus", good, young, other)
-        self.assertEqual(sum("(loss" in t for t in texts), 1)
+        self.assertEqual(sum("(training loss" in t for t in texts), 1)
         said = self.note.splitlines()
         self.assertEqual(len(said), 4, said)
         for line, path, why in zip(said, (text, "corpus", young, other),
-                                   ("line 1: not a JSON object", "without log.jsonl", "no steps", "no finite loss")):
+                                   ("line 1: not a JSON object", "without log.jsonl", "no steps", "no finite loss or val_loss in this log; columns are lr")):
             self.assertTrue(line.startswith(f"plot_loss.py: warning: {path}"), line)
             self.assertIn(why, line)
             self.assertTrue(line.endswith("; left out"), line)

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -75,6 +76,27 @@ class Signals(Case):
                 "        os.kill(os.getpid(), 15)\n    os.waitpid(child, 0)\n    assert part.exists()\n")
         done = subprocess.run([sys.executable, "-c", code], cwd=self.dir, capture_output=True, text=True)
         self.assertEqual((done.returncode, done.stderr, os.listdir(self.dir)), (0, "", ["new"]))
+
+
+class FullDisk(Case):
+    def test_standard_output(self):
+        """A full disk behind stdout is one line and exit code 1, whatever the script does with errors of files."""
+        (self.dir / "log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n')
+        (self.dir / "in.jsonl").write_text(json.dumps({"context": "a", "endings": ["b", "c"], "label": 0}) + "\n")
+        shard = struct.pack("<3i", 20240520, 1, 4).ljust(1024, b"\0") + struct.pack("<4H", 1, 2, 1, 2)
+        (self.dir / "shard.bin").write_bytes(shard)
+        (self.dir / "bf16").mkdir()
+        (self.dir / "bf16/log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n')
+        (self.dir / "bf16/options.txt").write_text("--x --seed 1 --data-seed 1\n")
+        for name, arguments in (("plot_loss", ["log.jsonl"]), ("bigram", ["shard.bin", "shard.bin", "--seq-len", "2"]),
+                                ("prepare_eval", ["in.jsonl", "--out", "out"]), ("prepare_text", ["--help"]),
+                                ("compare_precision", ["--program", "shard.bin", "--out", ".", "--only", "bf16", "--", "--x"])):
+            for unbuffered in ((), ("-u",)):
+                with open("/dev/full", "w") as full:
+                    done = subprocess.run([sys.executable, *unbuffered, SCRIPTS / f"{name}.py", *arguments], cwd=self.dir, stdout=full,
+                                          stderr=subprocess.PIPE, text=True, timeout=60)
+                said = done.stderr.replace("bf16: finished already\n", "")
+                self.assertEqual((done.returncode, said), (1, f"{name}.py: error: standard output: No space left on device\n"))
 
 
 class InPlace(Case):
