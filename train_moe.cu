@@ -280,6 +280,19 @@ static void train(Run* r) {
     loader_stop(loader);
 }
 
+// --timeout, before the options are parsed: the ranks report errors in these together, and must be connected for that.
+static double time_limit(int argc, char** argv) {
+    Settings usual = settings_parse(0, NULL);
+    double seconds = 0;
+    for (int a = 1; a < argc; a++) {
+        if (strncmp(argv[a], "--timeout=", 10) == 0) seconds = atof(argv[a] + 10);
+        if (strcmp(argv[a], "--timeout") == 0 && a + 1 < argc) seconds = atof(argv[a + 1]);
+    }
+    if (!(seconds >= 1 && seconds <= 1e6)) seconds = usual.timeout;
+    settings_free(&usual);
+    return seconds;
+}
+
 // Connects the ranks and reads their options, which must be the same on all. From then on the ranks are watched.
 static void open_ranks(Run* r, int argc, char** argv) {
     // A file must not get the number of a closed standard stream, or the program's output would go into it.
@@ -287,7 +300,13 @@ static void open_ranks(Run* r, int argc, char** argv) {
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);  // the lowest number that is free
 
     device_setup(argv);  // before MPI, which starts but once in a process
+    const double limit = time_limit(argc, argv);
+    watch_alarm(limit, "MPI does not connect the ranks: one is stopped, or its machine, network or file system hangs");
     r->world = ranks_start(&argc, &argv);
+    // A run of one rank waits for no other.
+    watch_alarm(ranks_count(r->world) > 1 ? limit : 0,
+                "the ranks do not agree on a checkpoint of --out: rank 0 reads its manifest, and all wait for it; one "
+                "is stopped, or its machine, network or file system hangs");
     // All shards stay open, and a large set has more files than the usual soft limit (1024) allows. Not before MPI: a
     // process that it starts may close every number up to the limit.
     struct rlimit files;

@@ -106,9 +106,7 @@ void saver_add_text(Saver* s, const char* name, const char* text) {
 }
 
 void checkpoint_wait(Saver* s) {
-    watch_begin("save");
-    if (s->running) pthread_join(s->thread, NULL);
-    watch_end();
+    if (s->running) watch_join(s->thread, "save");
     s->running = false;
 }
 
@@ -162,13 +160,20 @@ static void make_file(const Saver* s, const char* name, const char* head, int64_
     if (put(fd, head, bytes, 0) != 0 || fsync(fd) != 0 || close(fd) != 0) give_up(s, "write", path.text);
 }
 
-// Rank 0: makes the empty folder, and in it every tensor file.
-static void make_files(const Saver* s) {
+// Rank 0: makes the empty folder.
+static void make_folder(const Saver* s) {
     const char* folder = s->folder.text;
     check_folder(s);
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
-    for (int i = 0; i < s->tensor_files; i++)
-        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
+}
+
+// Rank 0 makes files `from` to `end` - 1 with their headers, which for a text is all of it. The others wait after each
+// file: the watchdog's limit applies to one file, as a slow disk may take longer for all.
+static void make_files(const Saver* s, int from, int end) {
+    for (int i = from; i < end; i++) {
+        if (ranks_index(s->group) == 0) make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
+        ranks_barrier(s->group);
+    }
 }
 
 // Writes this rank's slices of a file, from *next on; their bytes begin at *from. Moves both past them. Every rank that
@@ -200,8 +205,7 @@ static void check_finite(const Saver* s) {
         s->step);
 }
 
-// Writes the tensor files one by one, all ranks together. The watchdog's limit applies to each file: it detects a rank
-// whose disk hangs, while all files together may take longer.
+// Writes the tensor files one by one, all ranks together.
 static void write_files(Saver* s) {
     const char* from = s->buffer;
     FileSlice* next = s->slices;
@@ -214,18 +218,12 @@ static void write_files(Saver* s) {
             errno = why;
             give_up(s, "write", path.text);
         }
-        watch_progress();
     }
 }
 
-// Rank 0: writes the text files after the tensors, so that a folder of zeros never has them and cannot pass for a
-// model. The manifest follows: the record, each file's size and joined CRC-32, and the CRC-32 of all that.
+// Rank 0: writes the manifest: the record, each file's size and joined CRC-32, and the CRC-32 of all that.
 static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slice_count) {
     const FileSlice *next = slices, *end = slices + slice_count;
-    // Text files.
-    for (int i = s->tensor_files; i < s->count; i++)
-        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
-    // Manifest.
     char* body = host_strdup(s->record);
     for (int i = 0; i < s->count; i++) {
         const SavedFile* f = &s->files[i];
@@ -288,7 +286,7 @@ bool checkpoint_set_aside(Saver* s, int64_t step) {
     return !oldest && remove_tree(aside.text) == 0 && !is_link(path.text) && rename(path.text, aside.text) == 0;
 }
 
-// Commit, when all files are on disk: renames the folder, and removes the oldest checkpoints.
+// Commit, when all files are on disk: renames the folder.
 static void publish(const Saver* s) {
     Path final = step_path(s->out, s->step, ""), replaced = step_path(s->out, s->step, ".replaced");
     const char *path = final.text, *old = replaced.text, *folder = s->folder.text;
@@ -304,11 +302,14 @@ static void publish(const Saver* s) {
     if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
     if (rename(folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
     clear_away(old);
+}
 
-    // At least two remain: only the next step shows whether the newest one's model has diverged.
+// Removes the oldest checkpoints, then prints the new one. At least two remain: only the next step shows
+// whether the newest one's model has diverged.
+static void finish(const Saver* s) {
+    Path path = step_path(s->out, s->step, "");
     prune(s->out, s->step, s->keep > 2 ? s->keep : 2);
-
-    char* shown = host_printable(path, strlen(path), "");
+    char* shown = host_printable(path.text, strlen(path.text), "");
     printf("saved %s\n", shown);
     fflush(stdout);
     free(shown);
@@ -319,19 +320,22 @@ static void* saver_thread(void* saver) {
     Saver* s = (Saver*)saver;
     bool leads = ranks_index(s->group) == 0;
     int64_t total;
+    watch_helper();
     check_finite(s);
 
-    // Tensor files with their headers, then every rank's slices, then the manifest from the slices' CRC-32s.
-    if (leads) make_files(s);
-    ranks_barrier(s->group);
+    // Tensor files with their headers, then every rank's slices.
+    if (leads) make_folder(s);
+    make_files(s, 0, s->tensor_files);
     write_files(s);
 
-    // Rank 0 needs the CRC-32s only after every rank has flushed its slices.
+    // Text files after the tensors, so that a folder of zeros never has them and cannot pass for a model. The manifest
+    // is last. Rank 0 needs the CRC-32s only after every rank has flushed its slices.
     FileSlice* all = slices_gather(s->group, s->slices, s->slice_count, &total);
-    if (leads) {
-        write_manifest(s, all, total);
-        publish(s);
-    }
+    make_files(s, s->tensor_files, s->count);
+    if (leads) write_manifest(s, all, total);
+    if (leads) publish(s);
+    ranks_barrier(s->group);
+    if (leads) finish(s);
     ranks_barrier(s->group);  // no rank's wait ends before the checkpoint is complete
 
     // The buffer stays for the next save; the rest belonged to this one.
