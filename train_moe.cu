@@ -152,6 +152,7 @@ static void report(Run* r, int val, int asks) {
     host_append(&line, "}");
 
     // All of it into the log; on the terminal not more often than one can read.
+    if (r->log) folder_check(&r->folder);
     if (r->log) runlog_add(r->log, line);
     free(line);
     if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
@@ -325,15 +326,15 @@ static void open_ranks(Run* r, int argc, char** argv) {
     agree_on_settings(r->world, &r->settings);
 }
 
-// A full disk or quota becomes an error of write(2), with a message. A closed terminal does not stop the run. The other
-// signals ask the run to save and stop.
+// A full disk or quota becomes an error of write(2), with a message. A closed pipe does not stop the run. The other
+// signals ask the run to save and stop; Slurm sends SIGUSR1 some time before a job's end (--signal). A signal that was
+// ignored at the start stays so: SIGHUP after nohup, SIGINT in a script's background job.
 static void catch_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
     signal(SIGPIPE, SIG_IGN);
-    signal(SIGINT, ask_stop);
-    signal(SIGTERM, ask_stop);
-    signal(SIGUSR1, ask_stop);  // what Slurm sends some time before a job's end: --signal
-    if (signal(SIGHUP, ask_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // nohup
+    static const int asking[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
+    for (size_t i = 0; i < sizeof(asking) / sizeof(asking[0]); i++)
+        if (signal(asking[i], ask_stop) == SIG_IGN) signal(asking[i], SIG_IGN);
 }
 
 // Inputs: tokenizer and shards, which must be the same on all ranks.
@@ -378,7 +379,7 @@ static void open_model(Run* r) {
 static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
     if (*s->out) {
-        r->saver = saver_create(r->world, s->out, (int)s->keep);
+        r->saver = saver_create(r->world, s->out, (int)s->keep, ranks_index(r->world) == 0 ? &r->folder : NULL);
         export_files(r->saver, r->model, r->tokenizer);
     }
     char* first = record_line(s, version_text(), device_name(r->model->ctx));
@@ -407,7 +408,7 @@ static void close_all(Run* r) {
 }
 
 int main(int argc, char** argv) {
-    Run r = {.folder = {.lock = -1}};
+    Run r = {.folder = {.fd = -1, .lock = -1}};
     open_ranks(&r, argc, argv);
     const Settings* s = &r.settings;
     const int asks = s->help || s->version, trains = !asks && !s->dry_run && !*s->sample && !*s->evaluate;
