@@ -343,7 +343,7 @@ static void open_data(Run* r) {
     r->tokenizer = tokenizer_open(s->tokenizer);
     r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
     r->train = shards_open("--train", s->train, s->seq_len);
-    agree_on_data(r->world, "--train", shards_hash(r->train));
+    agree_on_data(r->world, "--train", shards_sample(r->train));
     sample_check(s, r->tokenizer, r->train);
     r->val = evaluate_shards(r->world, s, r->tokenizer);
     Path trained = path_of("%s/tokenizer.json", s->init);
