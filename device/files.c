@@ -55,10 +55,11 @@ int remove_tree(const char* path) {
     return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS) == 0 || errno == ENOENT ? 0 : -1;
 }
 
-// ESTALE: on NFS, another machine removed the file.
+// ESTALE of an open file: on NFS, another machine removed it.
 bool is_open_as(int fd, const char* path) {
     struct stat held, named;
-    if (fstat(fd, &held) != 0 || stat(path, &named) != 0) return errno != ENOENT && errno != ENOTDIR && errno != ESTALE;
+    if (fstat(fd, &held) != 0) return errno != ESTALE;
+    if (stat(path, &named) != 0) return errno != ENOENT && errno != ENOTDIR;
     return held.st_dev == named.st_dev && held.st_ino == named.st_ino;
 }
 

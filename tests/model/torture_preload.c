@@ -123,7 +123,7 @@ WRAP(ssize_t, pwrite, (int fd, const void* from, size_t n, off_t to), (fd, from,
 WRAP(int, access, (const char* path, int mode), (path, mode), path, READING, -1)
 WRAP(int, stat, (const char* restrict path, struct stat* restrict to), (path, to), path, READING, -1)
 WRAP(int, lstat, (const char* restrict path, struct stat* restrict to), (path, to), path, READING, -1)
-WRAP(int, fstat, (int fd, struct stat* to), (fd, to), FD, READING, -1)
+WRAP(int, fstat, (int fd, struct stat* to), (fd, to), FD, ERRORS(EIO), -1)  // ESTALE: the file is gone, not this call
 WRAP(int, fcntl, (int fd, int how, void* lock), (fd, how, lock), FD, ERRORS(ENOLCK), -1)
 WRAP(int, fallocate, (int fd, int how, off_t from, off_t n), (fd, how, from, n), FD, ERRORS(ENOSPC, EDQUOT, EOPNOTSUPP), -1)
 WRAP(int, fsync, (int fd), (fd), FD, ERRORS(EIO, ENOSPC, EDQUOT, EINVAL, ENOSYS, EOPNOTSUPP), -1)
