@@ -23,7 +23,7 @@ HOST = device/check device/random device/kernels device/options device/arena dev
        model/settings model/settings_check model/settings_read model/record model/hub model/agree model/params model/block model/forward \
        model/backward model/mtp model/model model/step model/update model/persist model/report \
        pretrained/export pretrained/import pretrained/evaluate pretrained/sample pretrained/use $(RANKS) \
-       parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume parallel/folder
+       parallel/launch parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume parallel/folder
 
 # Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
 ifndef MPI

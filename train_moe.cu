@@ -153,6 +153,7 @@ static void report(Run* r, int val, int asks) {
     host_append(&line, "}");
 
     // All of it into the log; on the terminal not more often than one can read, and once a line about the rest.
+    if (r->log) folder_check(&r->folder);
     if (r->log) runlog_add(r->log, line);
     free(line);
     if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
@@ -285,6 +286,19 @@ static void train(Run* r) {
     loader_stop(loader);
 }
 
+// --timeout, before the options are parsed: the ranks report errors in these together, and must be connected for that.
+static double time_limit(int argc, char** argv) {
+    Settings usual = settings_parse(0, NULL);
+    double seconds = 0;
+    for (int a = 1; a < argc; a++) {
+        if (strncmp(argv[a], "--timeout=", 10) == 0) seconds = atof(argv[a] + 10);
+        if (strcmp(argv[a], "--timeout") == 0 && a + 1 < argc) seconds = atof(argv[a + 1]);
+    }
+    if (!(seconds >= 1 && seconds <= 1e6)) seconds = usual.timeout;
+    settings_free(&usual);
+    return seconds;
+}
+
 // Connects the ranks and reads their options, which must be the same on all. From then on the ranks are watched.
 static void open_ranks(Run* r, int argc, char** argv) {
     // A file must not get the number of a closed standard stream, or the program's output would go into it.
@@ -292,7 +306,13 @@ static void open_ranks(Run* r, int argc, char** argv) {
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);  // the lowest number that is free
 
     device_setup(argv);  // before MPI, which starts but once in a process
+    const double limit = time_limit(argc, argv);
+    watch_alarm(limit, "MPI does not connect the ranks: one is stopped, or its machine, network or file system hangs");
     r->world = ranks_start(&argc, &argv);
+    // A run of one rank waits for no other.
+    watch_alarm(ranks_count(r->world) > 1 ? limit : 0,
+                "the ranks do not agree on a checkpoint of --out: rank 0 reads its manifest, and all wait for it; one "
+                "is stopped, or its machine, network or file system hangs");
     // All shards stay open, and a large set has more files than the usual soft limit (1024) allows. Not before MPI: a
     // process that it starts may close every number up to the limit.
     struct rlimit files;
@@ -311,15 +331,15 @@ static void open_ranks(Run* r, int argc, char** argv) {
     agree_on_settings(r->world, &r->settings);
 }
 
-// A full disk or quota becomes an error of write(2), with a message. A closed terminal does not stop the run. The other
-// signals ask the run to save and stop.
+// A full disk or quota becomes an error of write(2), with a message. A closed pipe does not stop the run. The other
+// signals ask the run to save and stop; Slurm sends SIGUSR1 some time before a job's end (--signal). A signal that was
+// ignored at the start stays so: SIGHUP after nohup, SIGINT in a script's background job.
 static void catch_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
     signal(SIGPIPE, SIG_IGN);
-    signal(SIGINT, ask_stop);
-    signal(SIGTERM, ask_stop);
-    signal(SIGUSR1, ask_stop);  // what Slurm sends some time before a job's end: --signal
-    if (signal(SIGHUP, ask_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // nohup
+    static const int asking[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
+    for (size_t i = 0; i < sizeof(asking) / sizeof(asking[0]); i++)
+        if (signal(asking[i], ask_stop) == SIG_IGN) signal(asking[i], SIG_IGN);
 }
 
 // Inputs: tokenizer and shards, which must be the same on all ranks.
@@ -328,7 +348,7 @@ static void open_data(Run* r) {
     r->tokenizer = tokenizer_open(s->tokenizer);
     r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
     r->train = shards_open("--train", s->train, s->seq_len);
-    agree_on_data(r->world, "--train", shards_hash(r->train));
+    agree_on_data(r->world, "--train", shards_sample(r->train));
     sample_check(s, r->tokenizer, r->train);
     r->val = evaluate_shards(r->world, s, r->tokenizer);
     Path trained = path_of("%s/tokenizer.json", s->init);
@@ -366,7 +386,7 @@ static void open_model(Run* r) {
 static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
     if (*s->out) {
-        r->saver = saver_create(r->world, s->out, (int)s->keep);
+        r->saver = saver_create(r->world, s->out, (int)s->keep, ranks_index(r->world) == 0 ? &r->folder : NULL);
         export_files(r->saver, r->model, r->tokenizer);
     }
     char* first = record_line(s, version_text(), device_name(r->model->ctx));
@@ -395,7 +415,7 @@ static void close_all(Run* r) {
 }
 
 int main(int argc, char** argv) {
-    Run r = {.folder = {.lock = -1}};
+    Run r = {.folder = {.fd = -1, .lock = -1}};
     open_ranks(&r, argc, argv);
     const Settings* s = &r.settings;
     const int asks = s->help || s->version, trains = !asks && !s->dry_run && !*s->sample && !*s->evaluate;

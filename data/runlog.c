@@ -18,8 +18,8 @@ static const size_t LIMIT = (size_t)4 << 30;  // bytes of an earlier log that a 
 
 // An open log. Every error when it is written ends the run.
 struct RunLog {
-    Path path, beside;    // the log; its temporary name while it is rewritten
-    const char* written;  // the one that is being written
+    Path folder, path, beside;  // of the run; the log; its temporary name while it is rewritten
+    const char* written;        // the one that is being written
     FILE* file;
 };
 
@@ -76,10 +76,26 @@ static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_
              odd == 1 ? "" : "s", first_odd, aside.text);
 }
 
+// Opens the new log under its temporary name.
+static void begin(RunLog* log) {
+    log->written = log->beside.text;
+    int fd = create_file(log->written);
+    log->file = fd < 0 ? NULL : fdopen(fd, "w");
+    if (!log->file) give_up(log);
+}
+
+// Flushes it to the disk, then renames it over the old log.
+static void publish(RunLog* log) {
+    runlog_sync(log);
+    if (rename(log->written, log->path.text) != 0 || sync_folder(log->folder.text) != 0) give_up(log);
+    log->written = log->path.text;
+}
+
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step) {
     // The earlier log, if there is one.
     RunLog* log = (RunLog*)host_alloc(sizeof(RunLog));
     size_t size = 0;
+    log->folder = path_of("%s", folder);
     log->path = path_of("%s/log.jsonl", folder);
     log->beside = path_of("%s.tmp", log->path.text);
     const char* path = log->path.text;
@@ -88,26 +104,39 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
     if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", path, file_error(errno));
     if (!old && last_step > 0) warn("%s is missing: the log begins at step %ld", path, last_step + 1);
 
-    // The new log under its temporary name: the configuration, and the kept lines.
-    log->written = log->beside.text;
-    int fd = create_file(log->written);
-    log->file = fd < 0 ? NULL : fdopen(fd, "w");
-    if (!log->file) give_up(log);
+    // The new log: the configuration, and the kept lines.
+    begin(log);
     put_line(log, config_json, strlen(config_json));
     if (old) keep_lines(log, old, size, last_step);
-
-    // Flush it to the disk, then rename it over the old log.
-    if (fsync(fileno(log->file)) != 0 || rename(log->written, path) != 0 || sync_folder(folder) != 0) give_up(log);
-    log->written = path;
+    publish(log);
     free(old);
     return log;
 }
 
 void runlog_sync(RunLog* log) {
-    if (fsync(fileno(log->file)) != 0) give_up(log);
+    if (sync_file(fileno(log->file), log->written) != 0) give_up(log);
 }
 
-void runlog_add(RunLog* log, const char* line) { put_line(log, line, strlen(line)); }
+// Writes the log again: the file that was removed or replaced is still open, with all its lines.
+static void restore(RunLog* log) {
+    const char* path = log->path.text;
+    Path replaced = path_of("%s.replaced", path);
+    FILE* lost = log->file;
+    size_t size;
+    char* lines = read_file(path_of("/proc/self/fd/%d", fileno(lost)).text, LIMIT, &size);
+    if (!lines || (rename(path, replaced.text) != 0 && errno != ENOENT)) give_up(log);
+    warn("%s was removed or replaced during the run: it is written again, with all lines of the run", path);
+    begin(log);
+    if (fwrite(lines, 1, size, log->file) != size || fflush(log->file) != 0) give_up(log);
+    publish(log);
+    free(lines);
+    fclose(lost);
+}
+
+void runlog_add(RunLog* log, const char* line) {
+    if (!is_open_as(fileno(log->file), log->path.text)) restore(log);
+    put_line(log, line, strlen(line));
+}
 
 void runlog_number(char** line, const char* name, double x) {
     host_append(line, ", \"%s\": ", name);

@@ -15,7 +15,8 @@ typedef struct RunLog RunLog;
 // `last_step` follow (0, for a new run, keeps none). Unreadable lines go to log.jsonl.unreadable, with a warning. The
 // run ends if the log cannot be written or is a link.
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step);
-// Appends a line, which is one JSON object.
+// Appends a line, which is one JSON object. A log that was removed or replaced meanwhile is written again, with all
+// lines of the run and a warning; a file that has its name is kept as log.jsonl.replaced.
 void runlog_add(RunLog* log, const char* line);
 // Flushes all lines to the disk, before a checkpoint that relies on them.
 void runlog_sync(RunLog* log);

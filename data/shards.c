@@ -158,6 +158,21 @@ static const Shard* shard_of(const Shards* s, int64_t index, int64_t* start) {
     return shard;
 }
 
+uint32_t shards_sample(const Shards* s) {
+    enum { SAMPLES = 64 };  // a few reads, whatever the size of the set; the first and the last window are among them
+    uLong crc = s->hash;
+    for (int64_t i = 0; i < SAMPLES; i++) {
+        int64_t start;
+        const Shard* shard = shard_of(s, (int64_t)((double)(s->windows - 1) * (double)i / (SAMPLES - 1)), &start);
+        const int64_t bytes = s->T * shard->token_bytes;
+        void* raw = host_alloc((size_t)bytes);
+        // A file that cannot be read gives another CRC-32 here, and a message when its windows are read.
+        crc = crc32_z(crc, (const Bytef*)raw, (size_t)max_i64(read_at(shard->fd, raw, bytes, start), 0));
+        free(raw);
+    }
+    return (uint32_t)crc;
+}
+
 void shards_read(const Shards* s, int64_t index, int32_t V, int32_t* input, int32_t* target) {
     // Read the window.
     int64_t T = s->T, start;

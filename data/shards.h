@@ -38,6 +38,10 @@ int shards_count(const Shards* shards);
 // CRC-32 (zlib) over names (without folder), sizes and headers: equal for runs on the same data.
 uint32_t shards_hash(const Shards* shards);
 
+// The same, and over some windows of the set, evenly spread: ranks compare it, as a copy may lack a part of its
+// contents.
+uint32_t shards_sample(const Shards* shards);
+
 // Reads window `index` (0 .. windows - 1, in file order): input[t] = token t, target[t] = token t + 1. Every id is
 // checked against V: die() names file, byte offset and id.
 void shards_read(const Shards* shards, int64_t index, int32_t V, int32_t* input, int32_t* target);

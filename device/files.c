@@ -55,11 +55,32 @@ int remove_tree(const char* path) {
     return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS) == 0 || errno == ENOENT ? 0 : -1;
 }
 
+// ESTALE of an open file: on NFS, another machine removed it.
+bool is_open_as(int fd, const char* path) {
+    struct stat held, named;
+    if (fstat(fd, &held) != 0) return errno != ESTALE;
+    if (stat(path, &named) != 0) return errno != ENOENT && errno != ENOTDIR;
+    return held.st_dev == named.st_dev && held.st_ino == named.st_ino;
+}
+
+int sync_file(int fd, const char* path) {
+    static bool warned;
+    if (fsync(fd) == 0) return 0;
+    if (errno != EINVAL && errno != ENOSYS && errno != EOPNOTSUPP && errno != EBADF) return -1;
+    if (!warned)
+        warn(
+            "%s cannot be flushed to the disk (%s): its file system does not offer that, and a power failure may "
+            "lose the newest files",
+            path, strerror(errno));
+    warned = true;
+    return 0;
+}
+
 // After a rename: the new name survives a power failure only if its folder is synced.
 int sync_folder(const char* path) {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0) return -1;
-    int result = fsync(fd), why = errno;
+    int result = sync_file(fd, path), why = errno;
     close(fd);
     return result == 0 ? 0 : fails(why);
 }
@@ -116,14 +137,29 @@ char* read_file(const char* path, size_t limit, size_t* size) {
     return text;
 }
 
+// Reads the text of a lock. Whether it is lock_file's: "process 17 on host", and no more.
+static bool is_holder(int fd, char text[256]) {
+    int64_t n = read_at(fd, text, 255, 0);
+    int host = 0;
+    text[n > 0 ? n : 0] = 0;
+    return sscanf(text, "process %*d on %n", &host) == 0 && host > 0 && strcspn(text, "\n") == (size_t)n && n < 255;
+}
+
 // A POSIX record lock: it ends with its process, so a crash leaves no lock behind.
 int lock_file(const char* path) {
     struct flock whole = {.l_type = F_WRLCK};  // length 0: to the end of the file
-    struct stat held, named;
     for (;;) {
-        // The lock: the system gives it to one process at a time.
-        int fd = is_link(path) ? fails(ELOOP) : open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
+        // A new file, or the one that is there.
+        if (is_link(path)) return fails(ELOOP);
+        int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        const bool made = fd >= 0;
+        if (!made && errno == EEXIST) {
+            fd = open(path, O_RDWR | O_NOFOLLOW | O_CLOEXEC);
+            if (fd < 0 && errno == ENOENT) continue;  // its holder has just removed it
+        }
         if (fd < 0) return -1;
+
+        // The lock: the system gives it to one process at a time.
         if (fcntl(fd, F_SETLK, &whole) != 0) {
             int why = errno;
             close(fd);
@@ -131,31 +167,30 @@ int lock_file(const char* path) {
         }
 
         // Its last holder may have removed the file meanwhile. Then this lock is on an unlinked file: retry.
-        if (fstat(fd, &held) != 0 || lstat(path, &named) != 0 || held.st_ino != named.st_ino) {
+        if (!is_open_as(fd, path)) {
             close(fd);
             continue;
         }
 
         // A file of another program is left unchanged.
-        static const char mark[] = "process ";
-        char start[sizeof(mark)] = "";
-        if (pread(fd, start, sizeof(mark) - 1, 0) > 0 && strcmp(start, mark) != 0) {
+        char text[256], host[64] = "";
+        const bool left = is_holder(fd, text);  // by a run that was killed
+        if (!left && *text) {
             close(fd);
             return fails(EEXIST);
         }
 
         // The name of the holder, for the error message of the next process.
-        char host[64] = "";
         gethostname(host, sizeof(host) - 1);
-        if (ftruncate(fd, 0) == 0) dprintf(fd, "%s%d on %s", mark, (int)getpid(), host);
+        if ((made || left) && ftruncate(fd, 0) == 0) dprintf(fd, "process %d on %s", (int)getpid(), host);
         return fd;
     }
 }
 
 void unlock_file(const char* path, int fd) {
-    struct stat held, named;
-    // The name is removed only while it is still that of this file. Closing ends the lock.
-    if (fstat(fd, &held) == 0 && lstat(path, &named) == 0 && held.st_ino == named.st_ino) unlink(path);
+    char text[256];
+    // The name is removed only while it is still that of this file, and the file this program's. Closing ends the lock.
+    if (is_holder(fd, text) && is_open_as(fd, path)) unlink(path);
     close(fd);
 }
 

@@ -18,6 +18,11 @@ int make_folders(const char* path);
 // fine. 0, or -1: ELOOP if `path` itself is a link.
 int remove_tree(const char* path);
 bool is_link(const char* path);
+// Whether `path` still names the file or folder that fd has open. After an error other than a missing name: true.
+bool is_open_as(int fd, const char* path);
+// Flushes an open file or folder to the disk. Some file systems cannot (EINVAL, ENOSYS, EOPNOTSUPP, EBADF): then there
+// is a warning, one a run, and it counts as done. 0, or -1.
+int sync_file(int fd, const char* path);
 // Flushes a folder's entries to the disk. 0, or -1.
 int sync_folder(const char* path);
 
@@ -36,7 +41,8 @@ char* read_file(const char* path, size_t limit, size_t* size);
 
 // Takes an exclusive lock. It also excludes processes of other machines, if the file system supports locks. It ends
 // with this process or with unlock_file, which removes the file. Returns a descriptor, or -1: EAGAIN if another process
-// has the lock. The file then holds its name.
+// has the lock. The file then holds its name. An empty file that was there is locked, and never written or removed; one
+// with another text is refused (EEXIST).
 int lock_file(const char* path);
 void unlock_file(const char* path, int fd);
 

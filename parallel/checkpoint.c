@@ -31,7 +31,7 @@ typedef struct SavedFile {
 struct Saver {
     Ranks* group;  // the world, with messages of its own
     char* out;
-    int out_fd;  // rank 0: `out` as it was at the start; others: -1
+    const Folder* held;  // rank 0: `out` as it was at the start
     int keep;
     SavedFile texts[8];  // of saver_add_text
     int text_count;
@@ -67,12 +67,12 @@ static void sweep(const char* out) {
     if (folder) closedir(folder);
 }
 
-Saver* saver_create(Ranks* world, const char* out, int keep) {
+Saver* saver_create(Ranks* world, const char* out, int keep, const Folder* held) {
     Saver* s = (Saver*)host_alloc(sizeof(Saver));
     s->group = ranks_split(world, 0);
     s->out = host_strdup(out);
     s->keep = keep;
-    s->out_fd = -1;
+    s->held = held;
 
     // A folder that the hosts do not share is detected now, not at the first save: rank 0 makes a file that the others
     // must see. Its name is new each time, because file systems may cache that an old name did not exist. It has the
@@ -83,8 +83,6 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     int fd = -1;
     if (ranks_index(world) == 0) {
         if (make_folders(out) == 0) sweep(out), fd = create_file(probe.text);
-        // The open folder is later compared with the one that has its name (check_folder).
-        s->out_fd = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (fd < 0) die(EXIT_FAILED, "cannot create %s: %s", probe.text, file_error(errno));
         close(fd);
     }
@@ -106,9 +104,7 @@ void saver_add_text(Saver* s, const char* name, const char* text) {
 }
 
 void checkpoint_wait(Saver* s) {
-    watch_begin("save");
-    if (s->running) pthread_join(s->thread, NULL);
-    watch_end();
+    if (s->running) watch_join(s->thread, "save");
     s->running = false;
 }
 
@@ -116,21 +112,14 @@ void saver_destroy(Saver* s) {
     checkpoint_wait(s);
     ranks_free(s->group);
     for (int i = 0; i < s->text_count; i++) free(s->texts[i].header);
-    if (s->out_fd >= 0) close(s->out_fd);
     free(s->buffer);
     free(s->out);
     free(s);
 }
 
-// Ends the run if its folder was removed or renamed and there is a new one of that name, made by another run.
+// Before each change in the folder of the run.
 static void check_folder(const Saver* s) {
-    struct stat then, now;
-    if (fstat(s->out_fd, &then) != 0 || stat(s->out, &now) != 0) return;  // the next file call reports it
-    if (then.st_dev != now.st_dev || then.st_ino != now.st_ino)
-        die(EXIT_FAILED,
-            "--out %s is another folder than at the start of this run, which was removed or renamed: nothing is "
-            "written or removed there",
-            s->out);
+    if (s->held) folder_check(s->held);
 }
 
 // Ends the run for the reason in errno. The temporary folder is removed first: it may have filled the disk.
@@ -159,16 +148,23 @@ static void make_file(const Saver* s, const char* name, const char* head, int64_
     Path path = path_of("%s/%s", s->folder.text, name);
     int fd = create_file(path.text);
     if (fd < 0) give_up(s, "create", path.text);
-    if (put(fd, head, bytes, 0) != 0 || fsync(fd) != 0 || close(fd) != 0) give_up(s, "write", path.text);
+    if (put(fd, head, bytes, 0) != 0 || sync_file(fd, path.text) != 0 || close(fd) != 0) give_up(s, "write", path.text);
 }
 
-// Rank 0: makes the empty folder, and in it every tensor file.
-static void make_files(const Saver* s) {
+// Rank 0: makes the empty folder.
+static void make_folder(const Saver* s) {
     const char* folder = s->folder.text;
     check_folder(s);
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
-    for (int i = 0; i < s->tensor_files; i++)
-        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
+}
+
+// Rank 0 makes files `from` to `end` - 1 with their headers, which for a text is all of it. The others wait after each
+// file: the watchdog's limit applies to one file, as a slow disk may take longer for all.
+static void make_files(const Saver* s, int from, int end) {
+    for (int i = from; i < end; i++) {
+        if (ranks_index(s->group) == 0) make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
+        ranks_barrier(s->group);
+    }
 }
 
 // Writes this rank's slices of a file, from *next on; their bytes begin at *from. Moves both past them. Every rank that
@@ -182,7 +178,7 @@ static bool write_slices(const char* path, int64_t file, FileSlice** next, const
         if (put(fd, *from, (*next)->bytes, (*next)->offset) != 0) return false;
         *from += (*next)->bytes;
     }
-    return fsync(fd) == 0 && close(fd) == 0;
+    return sync_file(fd, path) == 0 && close(fd) == 0;
 }
 
 // Ends the run if a rank's weights or moments are not finite, before anything is written.
@@ -200,8 +196,7 @@ static void check_finite(const Saver* s) {
         s->step);
 }
 
-// Writes the tensor files one by one, all ranks together. The watchdog's limit applies to each file: it detects a rank
-// whose disk hangs, while all files together may take longer.
+// Writes the tensor files one by one, all ranks together.
 static void write_files(Saver* s) {
     const char* from = s->buffer;
     FileSlice* next = s->slices;
@@ -214,18 +209,12 @@ static void write_files(Saver* s) {
             errno = why;
             give_up(s, "write", path.text);
         }
-        watch_progress();
     }
 }
 
-// Rank 0: writes the text files after the tensors, so that a folder of zeros never has them and cannot pass for a
-// model. The manifest follows: the record, each file's size and joined CRC-32, and the CRC-32 of all that.
+// Rank 0: writes the manifest: the record, each file's size and joined CRC-32, and the CRC-32 of all that.
 static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slice_count) {
     const FileSlice *next = slices, *end = slices + slice_count;
-    // Text files.
-    for (int i = s->tensor_files; i < s->count; i++)
-        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
-    // Manifest.
     char* body = host_strdup(s->record);
     for (int i = 0; i < s->count; i++) {
         const SavedFile* f = &s->files[i];
@@ -252,16 +241,11 @@ static void remove_step(const char* out, int64_t step) {
 // Removes the oldest checkpoints, so that `keep` remain.
 static void prune(const char* out, int64_t newest, int keep) {
     // The new checkpoint is complete, so a folder that cannot be listed is no reason to end the run.
-    DIR* folder = opendir(out);
-    if (!folder) {
-        warn("cannot list %s: %s; old checkpoints stay", out, strerror(errno));
-        return;
-    }
-    closedir(folder);
+    int count, seen = 0;
+    int64_t* steps = checkpoint_try_list(out, &count);
+    if (count < 0) warn("cannot list %s: %s; old checkpoints stay", out, strerror(errno));
 
     // The list begins with the newest, so its first `keep` entries stay.
-    int count, seen = 0;
-    int64_t* steps = checkpoint_list(out, &count);
     for (int i = 0; i < count; i++) {
         if (steps[i] > newest) continue;  // refused at resume, newer than this one: not counted
         if (++seen > keep) remove_step(out, steps[i]);
@@ -280,15 +264,15 @@ bool checkpoint_set_aside(Saver* s, int64_t step) {
     if (ranks_index(s->group) != 0) return false;
     check_folder(s);
     int count;
-    int64_t* steps = checkpoint_list(s->out, &count);
+    int64_t* steps = checkpoint_try_list(s->out, &count);
     Path path = step_path(s->out, step, ""), aside = step_path(s->out, step, ".diverged");
     // The oldest checkpoint stays, because there would be none to go back to.
-    bool oldest = !count || steps[count - 1] >= step;
+    bool oldest = count < 1 || steps[count - 1] >= step;
     free(steps);
     return !oldest && remove_tree(aside.text) == 0 && !is_link(path.text) && rename(path.text, aside.text) == 0;
 }
 
-// Commit, when all files are on disk: renames the folder, and removes the oldest checkpoints.
+// Commit, when all files are on disk: renames the folder.
 static void publish(const Saver* s) {
     Path final = step_path(s->out, s->step, ""), replaced = step_path(s->out, s->step, ".replaced");
     const char *path = final.text, *old = replaced.text, *folder = s->folder.text;
@@ -304,11 +288,14 @@ static void publish(const Saver* s) {
     if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
     if (rename(folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
     clear_away(old);
+}
 
-    // At least two remain: only the next step shows whether the newest one's model has diverged.
+// Removes the oldest checkpoints, then prints the new one. At least two remain: only the next step shows
+// whether the newest one's model has diverged.
+static void finish(const Saver* s) {
+    Path path = step_path(s->out, s->step, "");
     prune(s->out, s->step, s->keep > 2 ? s->keep : 2);
-
-    char* shown = host_printable(path, strlen(path), "");
+    char* shown = host_printable(path.text, strlen(path.text), "");
     printf("saved %s\n", shown);
     fflush(stdout);
     free(shown);
@@ -319,19 +306,22 @@ static void* saver_thread(void* saver) {
     Saver* s = (Saver*)saver;
     bool leads = ranks_index(s->group) == 0;
     int64_t total;
+    watch_helper();
     check_finite(s);
 
-    // Tensor files with their headers, then every rank's slices, then the manifest from the slices' CRC-32s.
-    if (leads) make_files(s);
-    ranks_barrier(s->group);
+    // Tensor files with their headers, then every rank's slices.
+    if (leads) make_folder(s);
+    make_files(s, 0, s->tensor_files);
     write_files(s);
 
-    // Rank 0 needs the CRC-32s only after every rank has flushed its slices.
+    // Text files after the tensors, so that a folder of zeros never has them and cannot pass for a model. The manifest
+    // is last. Rank 0 needs the CRC-32s only after every rank has flushed its slices.
     FileSlice* all = slices_gather(s->group, s->slices, s->slice_count, &total);
-    if (leads) {
-        write_manifest(s, all, total);
-        publish(s);
-    }
+    make_files(s, s->tensor_files, s->count);
+    if (leads) write_manifest(s, all, total);
+    if (leads) publish(s);
+    ranks_barrier(s->group);
+    if (leads) finish(s);
     ranks_barrier(s->group);  // no rank's wait ends before the checkpoint is complete
 
     // The buffer stays for the next save; the rest belonged to this one.

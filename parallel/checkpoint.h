@@ -19,7 +19,11 @@
 #include "data/json.h"
 #include "data/safetensors.h"
 #include "device/device.h"
+#include "parallel/folder.h"
 #include "parallel/ranks.h"
+
+// Bytes that names of files in a checkpoint add to that of `out`, at most: /step_N.tmp/NAME, and N may have 19 digits.
+enum { CHECKPOINT_NAMES = 96 };
 
 static const StDtype CHECKPOINT_DTYPE = sizeof(real) == 8 ? ST_F64 : ST_F32;  // of tensors of real
 
@@ -51,9 +55,10 @@ typedef struct CheckpointRecord {
 } CheckpointRecord;
 
 // Writes checkpoints into folder `out`, one at a time, on a thread. saver_create is collective; it ends the run if the
-// ranks do not share the folder. It removes unfinished saves of killed runs from the folder.
+// ranks do not share the folder. It removes unfinished saves of killed runs from the folder. held: on rank 0 the folder
+// as it was locked, checked before each change in it; NULL elsewhere, and where nothing was locked.
 typedef struct Saver Saver;
-Saver* saver_create(Ranks* world, const char* out, int keep);
+Saver* saver_create(Ranks* world, const char* out, int keep, const Folder* held);
 // Adds a text file to every checkpoint from now on, written by rank 0. All ranks add the same ones.
 void saver_add_text(Saver* saver, const char* name, const char* text);
 // Waits for the last save, then frees the saver.
@@ -71,8 +76,10 @@ void checkpoint_finish(Saver* saver);
 // --resume loads the one before it. Call it after checkpoint_wait. True if rank 0 did so; false for the oldest one.
 bool checkpoint_set_aside(Saver* saver, int64_t step);
 
-// Steps of the checkpoints in `out`, newest first, in fresh memory; *count gets their number.
+// Steps of the checkpoints in `out`, newest first, in fresh memory; *count gets their number. A folder that cannot be
+// listed ends the run; with checkpoint_try_list *count is -1, for the reason in errno.
 int64_t* checkpoint_list(const char* out, int* count);
+int64_t* checkpoint_try_list(const char* out, int* count);
 
 // Reads the manifest of a checkpoint, checks it, and fills in the record. NULL on errors, with the reason in `error`.
 Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* record, char* error, size_t error_size);

@@ -2,6 +2,7 @@
 #include "parallel/folder.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -29,12 +30,16 @@ static void lock_folder(Folder* f, const char* out) {
 }
 
 Folder folder_open(const char* out, int resume) {
-    Folder f;
+    Folder f = {.path = path_of("%s", out)};
     int count;
+    if (strlen(out) + CHECKPOINT_NAMES >= sizeof(Path))
+        die(EXIT_USAGE, "--out is %zu bytes long, and its files need names of %d more: at most %zu are possible",
+            strlen(out), CHECKPOINT_NAMES, sizeof(Path) - CHECKPOINT_NAMES - 1);
     // The folder must exist and be writable, before the lock file is made in it.
     if (make_folders(out) != 0 || access(out, W_OK) != 0)
         die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", out, strerror(errno));
     lock_folder(&f, out);
+    f.fd = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 
     // A new run must not mix with an earlier one: checkpoints or a log need --resume.
     free(checkpoint_list(out, &count));
@@ -45,6 +50,20 @@ Folder folder_open(const char* out, int resume) {
     return f;
 }
 
+void folder_check(const Folder* f) {
+    if (f->fd >= 0 && !is_open_as(f->fd, f->path.text))
+        die(EXIT_FAILED,
+            "--out %s is another folder than at the start of this run, which was removed or renamed: nothing is "
+            "written or removed there",
+            f->path.text);
+    if (f->lock >= 0 && !is_open_as(f->lock, f->lock_path.text))
+        die(EXIT_FAILED,
+            "%s, the lock of this run, was removed or replaced: another run may be in this folder, so nothing is "
+            "written or removed there; --resume goes on from its newest checkpoint",
+            f->lock_path.text);
+}
+
 void folder_close(const Folder* f) {
     if (f->lock >= 0) unlock_file(f->lock_path.text, f->lock);
+    if (f->fd >= 0) close(f->fd);
 }

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "device/check.h"
+#include "parallel/launch.h"
 #include "parallel/ranks.h"
 #include "parallel/watch.h"
 
@@ -60,12 +61,7 @@ static void end_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
 
 // Whether mpirun, or srun on a cluster, started this process. A single process needs no MPI: MPI_Init would take 0.3 s
 // and leave a folder in /tmp.
-static int launched(void) {
-    static const char* const marks[] = {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_NUM_TASKS"};
-    for (size_t i = 0; i < sizeof(marks) / sizeof(marks[0]); i++)
-        if (getenv(marks[i])) return 1;
-    return 0;
-}
+static int launched(void) { return launch_count() > 0 || getenv("PMIX_RANK") || getenv("PMI_RANK"); }
 
 // The ranks of a host share its processors, unless each is bound to some already. With more threads than processors
 // they would wait for one another.
@@ -77,6 +73,7 @@ static void share_processors(void) {
 
 Ranks* ranks_start(int* argc, char*** argv) {
     if (!launched()) return group_create(MPI_COMM_NULL);
+    const int expected = launch_count(), task = launch_index();  // MPI_Init changes the environment
     // MPI, usable from all threads.
     int threads;
     MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &threads));
@@ -90,6 +87,13 @@ Ranks* ranks_start(int* argc, char*** argv) {
         snprintf(who, sizeof(who), "rank %d of %d (%s): ", world->index, world->count, host);
         die_as_rank(world->index, who, end_all);
     }
+    // Each process would be a run of its own, and all would be the same run.
+    if (world->count == 1 && expected > 1)
+        die(EXIT_USAGE,
+            "started as task %d of %d, but MPI finds no other task: the launcher and this Open MPI do not know each "
+            "other. With Slurm: srun --mpi pmix (srun --mpi list), or mpirun in the job. Tasks that are runs of their "
+            "own: env -u SLURM_STEP_NUM_TASKS",
+            task, expected);
     if (threads < MPI_THREAD_MULTIPLE)
         die(EXIT_FAILED,
             "this MPI was built without MPI_THREAD_MULTIPLE, which threads that save and watch need; use "

@@ -3,17 +3,14 @@
 #include <string.h>
 
 #include "device/check.h"
+#include "parallel/launch.h"
 #include "parallel/ranks.h"
 
 // A program that was started as one of several ranks is refused: it would be several runs that overwrite each other.
 Ranks* ranks_start(int* argc, char*** argv) {
-    static const char* const counts[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
-    for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
-        const char* count = getenv(counts[i]);
-        if (count && atoi(count) > 1)
-            die(EXIT_USAGE, "started as one of %s ranks, but built without MPI: install Open MPI and run make again",
-                count);
-    }
+    if (launch_count() > 1)
+        die(EXIT_USAGE, "started as one of %d ranks, but built without MPI: install Open MPI and run make again",
+            launch_count());
     return (Ranks*)host_alloc(1);  // there is nothing to store
 }
 

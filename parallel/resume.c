@@ -27,7 +27,7 @@ static int newest_first(const void* a, const void* b) {
     return (x < y) - (x > y);
 }
 
-int64_t* checkpoint_list(const char* out, int* count) {
+int64_t* checkpoint_try_list(const char* out, int* count) {
     // readdir returns NULL at the end and on errors. Only errno differs, so it is 0 before each entry is read.
     int64_t* steps = NULL;
     *count = 0;
@@ -41,9 +41,17 @@ int64_t* checkpoint_list(const char* out, int* count) {
         steps[(*count)++] = step;
     }
     // A folder that cannot be read is an error, not an empty folder.
-    if (errno) die(EXIT_FAILED, "cannot list %s: %s; nothing was changed", out, strerror(errno));
-    closedir(folder);
-    if (*count) qsort(steps, (size_t)*count, sizeof(int64_t), newest_first);
+    const int why = errno;
+    if (folder) closedir(folder);
+    if (why) *count = -1;
+    errno = why;
+    if (*count > 0) qsort(steps, (size_t)*count, sizeof(int64_t), newest_first);
+    return steps;
+}
+
+int64_t* checkpoint_list(const char* out, int* count) {
+    int64_t* steps = checkpoint_try_list(out, count);
+    if (*count < 0) die(EXIT_FAILED, "cannot list %s: %s; nothing was changed", out, strerror(errno));
     return steps;
 }
 

@@ -13,12 +13,14 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "device/check.h"
+#include "parallel/launch.h"
 
 static const double TURN = 0.05;  // seconds between two turns of the thread
 static const double REPORT = 1;   // seconds between two notes to rank 0
@@ -36,14 +38,20 @@ typedef struct Progress {  // a note to rank 0
     int32_t stopped;  // 1: the last note of its rank
 } Progress;
 
-// The watched thread and its present wait.
-static __thread bool is_watched;                          // true in that thread alone
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of `watched`, which both threads use
-static struct {
-    int stopping;  // atomic
-    int depth;     // of nested waits
+// The waits of a thread.
+typedef struct Waits {
+    int depth;  // of nested waits
     const char* what;
     int64_t done;
+} Waits;
+
+// The watched thread, its helper, and their present waits.
+static __thread Waits* waits;                             // those of this thread; NULL: it is not watched
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of `watched`, which all these threads use
+static struct {
+    int stopping;  // atomic
+    Waits main, helper;
+    const char* joins;  // not NULL: the watched thread waits for its helper
 } watched;
 
 // The device's waits.
@@ -82,8 +90,9 @@ static void measure(Progress* mine, double seconds) {
     if (pending) strncpy(now.what, pending, NAME - 1);
     pthread_mutex_unlock(&probing);
     pthread_mutex_lock(&lock);
-    now.done += watched.done;
-    if (watched.depth) strncpy(now.what, watched.what, NAME - 1);
+    now.done += watched.main.done + (watched.joins ? watched.helper.done : 0);
+    if (watched.main.depth) strncpy(now.what, watched.main.what, NAME - 1);
+    if (watched.joins) strncpy(now.what, watched.helper.depth ? watched.joins : "", NAME - 1);
     pthread_mutex_unlock(&lock);
 
     // Still the same wait, or a new one that begins at 0 seconds.
@@ -156,7 +165,7 @@ static void judge(void) {
     char* more = lates > 1 ? host_format(" and %d more", lates - 1) : host_strdup("");
     char* why = fault == UNHEARD   ? host_format("stopped, or its machine hangs (no sign of it for %.0f s)",
                                                  watcher.ranks[late].silent)
-                : fault == AT_WORK ? host_strdup("it hangs in work of its own, or takes too long for it")
+                : fault == AT_WORK ? host_strdup("it hangs in work of its own or on its disk, or takes too long for it")
                                    : host_format("it waits in '%s'", watcher.ranks[late].what);
     die(EXIT_FAILED,
         "rank %d (%s)%s holds up '%s', where %d of %d ranks have waited for %.0f s: %s; --timeout %g is the limit%s",
@@ -233,56 +242,74 @@ void watch_start(Ranks* world, double seconds) {
 
     // The calling thread is the watched one.
     memset(&watched, 0, sizeof(watched));
-    is_watched = true;
+    waits = &watched.main;
     int error = pthread_create(&watcher.thread, NULL, look_on, NULL);
     if (error) die(EXIT_FAILED, "cannot start the thread that watches the ranks: %s", strerror(error));
+    watch_alarm(0, "");
 }
 
 void watch_settled(void) { watcher.settled = 1; }
 
-// The last message of a process whose end hangs. It must take no memory and no lock.
+// The last message of a process that hangs. It must take no memory and no lock.
+static char last_words[512];
 static void too_late(int signal_number) {
-    static const char message[] =
-        "train_moe: error: other ranks do not end, though the run is complete: one is stopped, or its machine hangs\n";
-    ssize_t written = write(STDERR_FILENO, message, sizeof(message) - 1);
+    ssize_t written = write(STDERR_FILENO, last_words, strlen(last_words));
     (void)written;
     _Exit(EXIT_FAILED);
 }
 
+// Alarms are staggered over the ranks, so that the first can end the others.
+void watch_alarm(double seconds, const char* what) {
+    const int index = launch_index();
+    char host[NAME] = "";
+    alarm(0);
+    if (seconds == 0) return;
+    gethostname(host, NAME - 1);
+    snprintf(last_words, sizeof(last_words), "train_moe: error: rank %d (%s): %s; --timeout %g is the limit\n", index,
+             host, what, seconds);
+    signal(SIGALRM, too_late);
+    alarm((unsigned)(seconds + 2 * SILENCE) + 3 * (unsigned)(index < 10 ? index : 10));
+}
+
 void watch_stop(void) {
-    if (!is_watched) return;
+    if (!waits) return;
     watch_begin("the end of the run");
     __atomic_store_n(&watched.stopping, 1, __ATOMIC_SEQ_CST);
 
     // The thread of rank 0 ends when the last notes of all others have arrived.
     pthread_join(watcher.thread, NULL);
-    is_watched = false;
-    int index = ranks_index(watcher.group);
+    waits = NULL;
     ranks_free(watcher.group);
     free(watcher.ranks);
 
-    // The end of MPI is not watched by the thread any more, but by an alarm. Alarms are staggered over the ranks, so
-    // that the first can end the others. SIGTERM is ignored from here on: the run is complete.
+    // The end of MPI is not watched by the thread any more, but by an alarm. SIGTERM is ignored from here on: the run
+    // is complete.
     signal(SIGTERM, SIG_IGN);
-    signal(SIGALRM, too_late);
-    alarm((unsigned)(watcher.limit + 2 * SILENCE) + 3 * (unsigned)(index < 10 ? index : 10));
+    watch_alarm(watcher.limit,
+                "other ranks do not end, though the run is complete: one is stopped, or its machine hangs");
 }
 
 void watch_begin(const char* what) {
     pthread_mutex_lock(&lock);
-    if (is_watched && watched.depth++ == 0) watched.what = what;
+    if (waits && waits->depth++ == 0) waits->what = what;
     pthread_mutex_unlock(&lock);
 }
 
 void watch_end(void) {
     pthread_mutex_lock(&lock);
-    if (is_watched && --watched.depth == 0) watched.done++;
+    if (waits && --waits->depth == 0) waits->done++;
     pthread_mutex_unlock(&lock);
 }
 
-void watch_progress(void) {
+void watch_helper(void) { waits = &watched.helper; }
+
+void watch_join(pthread_t helper, const char* what) {
     pthread_mutex_lock(&lock);
-    watched.done++;
+    watched.joins = what;
+    pthread_mutex_unlock(&lock);
+    pthread_join(helper, NULL);
+    pthread_mutex_lock(&lock);
+    watched.joins = NULL;
     pthread_mutex_unlock(&lock);
 }
 

@@ -17,7 +17,7 @@ int64_t evaluate_windows(const Settings* s, const Shards* shards) {
 Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokenizer) {
     Shards* shards = *s->val ? shards_open("--val", s->val, s->seq_len) : NULL;
     // A hash of 0 is a run without --val: all ranks must agree on that too.
-    agree_on_data(world, "--val", shards ? shards_hash(shards) : 0);
+    agree_on_data(world, "--val", shards ? shards_sample(shards) : 0);
     char* beside = *s->val && *s->tokenizer ? shards_tokenizer(s->val, "_val_") : NULL;
     if (beside) evaluate_tokenizer("--val", beside, s, tokenizer);
     free(beside);

@@ -393,7 +393,8 @@ class Signals(Case):
     def running(self, **options):
         args = command(**{"train": self.train_glob, "out": "run", **self.STEPS, **options})
         process = subprocess.Popen(args, cwd=self.dir, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                   encoding="utf-8", errors="replace")
+                                   encoding="utf-8", errors="replace",  # a shell's background jobs ignore Ctrl-C
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         try:
             yield process
         finally:

@@ -4,9 +4,9 @@
 //   TORTURE_BELOW   the folder, as an absolute path
 //   TORTURE_RANK    the only rank, of several, that is affected
 //   TORTURE_LOG     a file that gets a line for each operation: number, name, path
-//   TORTURE_AT      the number of the operation (1 is the first) for TORTURE_DO
+//   TORTURE_AT      the number of the operation (1 is the first) for TORTURE_DO, or the name of operations: all of them
 //   TORTURE_DO      kill, stop (a signal before the operation), half (SIGKILL after half of a write, or after another
-//                   operation), fail (with the error that TORTURE_ERROR selects)
+//                   operation), fail (with the error that TORTURE_ERROR selects), slow (TORTURE_ERROR seconds more)
 //
 // Two kinds of operations are not counted: reads and writes of stdio without a call of fflush or fclose, and system
 // calls that do not go through libc. Names that end in 64 are not needed on 64-bit Linux.
@@ -28,7 +28,7 @@
 
 typedef enum { GO, FAIL, HALF } Turn;
 
-static const char *below, *action;
+static const char *below, *action, *named;
 static long at, chosen;
 static atomic_long count;
 static FILE* report;
@@ -39,6 +39,7 @@ __attribute__((constructor)) static void begin(void) {
     if (rank && ours && strcmp(rank, ours) != 0) return;
     action = getenv("TORTURE_DO");
     at = number && action ? atol(number) : 0;
+    named = number && action ? number : "";
     chosen = error ? atol(error) : 0;
     report = log ? fopen(log, "a") : NULL;
     below = getenv("TORTURE_BELOW");
@@ -72,12 +73,14 @@ static Turn turn(const char* name, const char* path, const int* errors) {
     if (strncmp(whole, below, n) != 0 || (whole[n] && whole[n] != '/')) return GO;
     long number = atomic_fetch_add(&count, 1) + 1;
     while (errors[known]) known++;
-    int error = errors[chosen % known], fails = number == at && strcmp(action, "fail") == 0;
+    int meant = number == at || strcmp(name, named) == 0;
+    int error = errors[chosen % known], fails = meant && strcmp(action, "fail") == 0;
     if (report) dprintf(fileno(report), "%ld %s %s%s\n", number, name, whole + n, fails ? " FAILED" : "");
     errno = fails ? error : before;
-    if (number != at) return GO;
+    if (!meant) return GO;
     if (strcmp(action, "kill") == 0) end();
     if (strcmp(action, "stop") == 0) kill(getpid(), SIGSTOP);
+    if (strcmp(action, "slow") == 0) sleep((unsigned)chosen);
     return fails ? FAIL : strcmp(action, "half") == 0 ? HALF : GO;
 }
 
@@ -120,10 +123,10 @@ WRAP(ssize_t, pwrite, (int fd, const void* from, size_t n, off_t to), (fd, from,
 WRAP(int, access, (const char* path, int mode), (path, mode), path, READING, -1)
 WRAP(int, stat, (const char* restrict path, struct stat* restrict to), (path, to), path, READING, -1)
 WRAP(int, lstat, (const char* restrict path, struct stat* restrict to), (path, to), path, READING, -1)
-WRAP(int, fstat, (int fd, struct stat* to), (fd, to), FD, READING, -1)
+WRAP(int, fstat, (int fd, struct stat* to), (fd, to), FD, ERRORS(EIO), -1)  // ESTALE: the file is gone, not this call
 WRAP(int, fcntl, (int fd, int how, void* lock), (fd, how, lock), FD, ERRORS(ENOLCK), -1)
 WRAP(int, fallocate, (int fd, int how, off_t from, off_t n), (fd, how, from, n), FD, ERRORS(ENOSPC, EDQUOT, EOPNOTSUPP), -1)
-WRAP(int, fsync, (int fd), (fd), FD, FLUSHING, -1)
+WRAP(int, fsync, (int fd), (fd), FD, ERRORS(EIO, ENOSPC, EDQUOT, EINVAL, ENOSYS, EOPNOTSUPP), -1)
 WRAP(int, close, (int fd), (fd), FD, FLUSHING, -1)
 WRAP(int, fclose, (FILE* file), (file), OF(file), WRITING, EOF)
 WRAP(int, rename, (const char* from, const char* path), (from, path), path, NAMING, -1)

@@ -303,7 +303,7 @@ static char* files_of(const char* out) {
 static void check_saved_again(Model* m, Ranks* group, const char* folder, const char* name) {
     char* again = host_format("%s/again", folder);
     const StepState state = state_of(m);
-    Saver* saver = saver_create(group, again, 2);
+    Saver* saver = saver_create(group, again, 2, NULL);
     model_save(m, saver, 10, 7, &state);
     saver_destroy(saver);
     if (ranks_index(group) == 0) {
@@ -345,7 +345,7 @@ static void check_resume(const char* options) {
                 if (i == 0) {
                     want[step] = state;
                     if (step != 10) continue;
-                    Saver* saver = saver_create(group, folder, 2);
+                    Saver* saver = saver_create(group, folder, 2, NULL);
                     model_save(m, saver, 10, 7, &state);
                     saver_destroy(saver);
                 } else {

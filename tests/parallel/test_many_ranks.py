@@ -266,6 +266,33 @@ class Faults(Case):
         run.fault([rank], signal.SIGSTOP)
         return run.end()
 
+    def fault_start_stopped(self, folder):
+        """A rank stops before MPI connects it."""
+        usual = self.command(timeout=LIMIT, **LAYOUT)
+        stopped = ["sh", "-c", 'kill -STOP $$; exec "$@"', "sh", *usual]
+        return Process(folder, (VICTIM, usual), (1, stopped), *[(RANKS - VICTIM - 1, usual)][:RANKS - VICTIM - 1]).end()
+
+    def slow_disk(self, folder, rank, seconds):
+        """Each file of a rank takes some seconds to reach the disk."""
+        slow = ["env", f"LD_PRELOAD={pathlib.Path(cli.PROGRAM).parent / 'tests/model/libtorture.so'}",
+                f"TORTURE_BELOW={folder}/run", f"TORTURE_RANK={rank}", "TORTURE_AT=fsync", "TORTURE_DO=slow",
+                f"TORTURE_ERROR={seconds}", "ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0"]
+        return Process(folder, (RANKS, slow + self.command(timeout=LIMIT, **{**RUN, **LAYOUT, "steps": 2}))).end()
+
+    def fault_disk_slow(self, folder):
+        return self.slow_disk(folder, 0, 1)  # the files of a save together take longer than --timeout
+
+    def fault_disk_hangs(self, folder):
+        return self.slow_disk(folder, VICTIM, 60)
+
+    def fault_other_contents(self, folder):
+        """A rank has a copy of the shards whose second half is not there yet."""
+        shutil.copytree(self.data, folder / "data")
+        for path in (folder / "data").glob("text_train_*.bin"):
+            data = path.read_bytes()
+            path.write_bytes(data[:len(data) // 2].ljust(len(data), b"\0"))
+        return Process(folder, *self.among(self.command(train="data/text_train_*.bin", timeout=60, **LAYOUT))).end()
+
     def fault_asked(self, folder):
         return self.signalled(folder, 23, [VICTIM], signal.SIGTERM)
 
@@ -391,7 +418,7 @@ class Faults(Case):
 
     @unittest.skipIf(CUDA, SAME_CODE)
     def test_data(self):
-        for name in ("shard_missing", "other_shards"):
+        for name in ("shard_missing", "other_shards", "other_contents"):
             self.on_all(name, rf"--train: rank {VICTIM} sees other files than rank 0 \(names, sizes or contents differ\)$")
         self.on_all("other_validation", rf"--val: rank {VICTIM} sees other files than rank 0")
         self.on_all("other_questions", rf"--eval: rank {VICTIM} sees other files than rank 0")
@@ -401,6 +428,18 @@ class Faults(Case):
     def test_options_and_binary(self):
         self.on_all("other_option", rf"rank {VICTIM} runs with --lr 0.002, rank 0 with --lr 0.001: give all ranks the same")
         self.on_all("other_binary", rf"rank {VICTIM} runs another build of the program than rank 0 \(CRC-32")
+
+    @unittest.skipIf(CUDA, SAME_CODE)
+    def test_stopped_at_the_start(self):
+        self.failed("start_stopped", 1, rf"^rank 0 \(.+\): MPI does not connect the ranks: .*; --timeout {LIMIT} is the limit$")
+
+    @unittest.skipIf(CUDA, SAME_CODE)
+    def test_slow_disks(self):
+        """The limit is for one file. A disk that takes longer ends the run, and its rank is named."""
+        outcome = self.outcome("disk_slow")
+        self.assertEqual((outcome.code, outcome.errors), (0, []), outcome)
+        self.failed("disk_hangs", 1, rf"^rank 0 of {RANKS} .* rank {VICTIM} \(.+\) holds up 'save', where {RANKS - 1} of {RANKS} "
+                    rf"ranks have waited for \d+ s: it hangs in work of its own or on its disk, .*--timeout {LIMIT} is the limit")
 
     @unittest.skipIf(CUDA, SAME_CODE)
     def test_disk_full(self):
@@ -424,6 +463,16 @@ class Usage(Case):
             self.assertIn(f"rank 0 of {RANKS} (", outcome.errors[0])
             self.assertIn(words, outcome.errors[0])
             self.assertFalse((self.dir / "run").exists())
+
+    def test_srun_that_mpi_does_not_know(self):
+        """Each task of srun would train alone. One task, a batch script and mpirun within a job are as usual."""
+        def run(code, *environment, ranks=()):
+            line = ["env", "SLURM_JOB_ID=7", "SLURM_NTASKS=4", "SLURM_PROCID=2", *environment, *ranks]
+            return self.call(line + self.command(out=None, steps=2, save_every=None), code)
+        self.assertIn("started as task 2 of 4, but MPI finds no other task", run(2, "SLURM_STEP_NUM_TASKS=4").stderr)
+        run(0)
+        run(0, "SLURM_STEP_NUM_TASKS=1")
+        run(0, "SLURM_STEP_NUM_TASKS=4", ranks=mpirun(2))
 
     def test_help_and_dry_run(self):
         for option in ("--help", "--dry-run"):

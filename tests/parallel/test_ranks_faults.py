@@ -121,7 +121,7 @@ class Faults(unittest.TestCase):
         self.error("elsewhere", 1, r"rank 3 \(.+\) holds up 'barrier', where 3 of 4 ranks .* it waits in 'another wait'")
 
     def test_a_rank_hangs_after_all_is_done(self):
-        self.error("last", 1, "^other ranks do not end, though the run is complete: ")
+        self.error("last", 1, r"^rank [013] \(.+\): other ranks do not end, though the run is complete: .*; --timeout 1 is the limit$")
 
     def test_a_rank_is_asked_to_stop_after_all_is_done(self):
         self.assertEqual(self.ended("asked", 0).errors, [])
