@@ -140,9 +140,8 @@ void record_recall(const Json* record, Settings* s) {
     // Programs that recorded --even-start had another bias rule.
     if (json_get(record, "even-start") && was.bias_rate > 0)
         printf(
-            "options    the checkpoint's biases moved by --bias-rate times 1 - load / mean load; from here on by "
-            "--bias-rate "
-            "up or down\n");
+            "options    the checkpoint's biases moved by --bias-rate times 1 - load / mean load; from here on they move "
+            "by --bias-rate\n");
     settings_free(&was);
 }
 
