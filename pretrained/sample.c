@@ -85,13 +85,14 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
 
 char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t step) {
     const Settings* s = &m->settings;
-    int64_t capacity = 1 + (int64_t)strlen(s->prompt) + s->sample_tokens, V = m->config.V;
-    int32_t* ids = (int32_t*)host_alloc((size_t)capacity * sizeof(int32_t));
+    // A prompt has at most one token a byte.
+    const int64_t bytes = (int64_t)strlen(s->prompt), V = m->config.V;
+    int32_t* ids = (int32_t*)host_alloc((size_t)(1 + bytes + s->sample_tokens) * sizeof(int32_t));
     real* logits = (real*)host_alloc((size_t)V * sizeof(real));
 
     // End of text and the prompt.
     ids[0] = tokenizer_eot(tokenizer);
-    int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids + 1, capacity - 1), n = 1 + prompt;
+    int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids + 1, bytes), n = 1 + prompt;
     if (prompt < 0) die(EXIT_USAGE, "--prompt cannot be encoded: %s", tokenizer_why(tokenizer));
 
     // Token after token.
@@ -114,9 +115,9 @@ char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t s
     size_t length = 0;
     FILE* stream = open_memstream(&text, &length);
     for (int64_t i = 1; i < n && stream; i++) {
-        int bytes;
-        const char* piece = tokenizer_decode(tokenizer, ids[i], &bytes);
-        if (piece) fwrite(piece, 1, (size_t)bytes, stream);
+        int size;
+        const char* piece = tokenizer_decode(tokenizer, ids[i], &size);
+        if (piece) fwrite(piece, 1, (size_t)size, stream);
     }
     if (!stream || fclose(stream) != 0) die(EXIT_FAILED, "out of host memory for a sample");
     char* shown = host_printable(text, length, "\n\t");

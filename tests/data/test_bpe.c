@@ -23,7 +23,10 @@ static const char* pieces(const char* text_of_pattern, const char* text) {
         done = to;
         at = to > from ? to : to + 1;
     }
-    snprintf(out + n, sizeof(out) - (size_t)n, "%s%s", text + done, found < 0 ? " takes too long" : "");
+    snprintf(out + n, sizeof(out) - (size_t)n, "%s%s", text + done,
+             found == -1 ? " takes too long"
+             : found < 0 ? " begins before its search"
+                         : "");
     pattern_free(pattern);
     return out;
 }
@@ -43,6 +46,7 @@ static void test_patterns(void) {
                  {"x*", "axb", "<>a<x><>b"},
                  {"(a|aa)+[^a]", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
                   "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa takes too long"},
+                 {"(?<=\\Ka)b|a", "abab", "<a>bab begins before its search"},
                  {"(a", "", "end pattern with unmatched parenthesis"}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
         CHECK(strcmp(pieces(cases[i].pattern, cases[i].text), cases[i].pieces) == 0, "%s in '%s': %s", cases[i].pattern,
@@ -154,6 +158,41 @@ static void test_tokenizer_json(void) {
     t = tokenizer_open(json("t.json", HEAD, ADDED, "\"BPE\",\"ignore_merges\":true", "{" VOCAB "}", MERGES));
     ENCODES(t, "abc abcd", 13, 12, 7 + 3);
     tokenizer_close(t);
+}
+
+// Patterns of a hostile file. With \K a match begins before its search: one pattern alone, and two in a row, which made
+// more tokens than the text has bytes. Searches that each take long end together, and one alone ends too.
+static void test_hostile_patterns(void) {
+#define SPLIT(regex, behavior, invert)                                                                                 \
+    "{\"type\":\"Split\",\"pattern\":{\"Regex\":\"" regex "\"},\"behavior\":\"" behavior "\",\"invert\":" invert "}"
+    static char many[1001], blocks[50001];
+    memset(many, 'a', 1000);
+    for (int i = 0; i < 50000; i++) blocks[i] = i % 700 ? 'a' : 'd';
+    static const struct {
+        const char *splits, *text, *says;
+    } cases[] = {
+        {SPLIT("(?<=\\\\Ka)b|a", "Isolated", "false"), "abab", "matches text before"},
+        {SPLIT("(?<=\\\\Ka)b|a", "Removed", "true") "," SPLIT("[^x]+", "Isolated", "false"), "abab",
+         "matches text before"},
+        {SPLIT("a*a*a*[bc]|.", "Isolated", "false"), many, "takes too long"},
+        {SPLIT("a*a*[bc]|.", "Isolated", "false"), blocks, "takes too long"},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        char* head = host_format(
+            "\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":[%s,{\"type\":\"ByteLevel\","
+            "\"add_prefix_space\":false,\"use_regex\":false}]}",
+            cases[i].splits);
+        Tokenizer* t = tokenizer_open(json("k.json", head, ADDED, "\"BPE\"", "{" VOCAB "}", MERGES));
+        static int32_t ids[50000];
+        const double began = host_seconds();
+        CHECK(tokenizer_encode(t, cases[i].text, ids, (int64_t)strlen(cases[i].text)) == -1 &&
+                  strstr(tokenizer_why(t), cases[i].says),
+              "case %zu: %s", i, tokenizer_why(t));
+        // The limit is 5 s, and one search more.
+        CHECK(host_seconds() - began < 20, "case %zu: %.1f s", i, host_seconds() - began);
+        tokenizer_close(t);
+        free(head);
+    }
 }
 
 // These tokenizers open and decode, but refuse text and name the unsupported feature.
@@ -269,6 +308,7 @@ int main(void) {
     if (has_oniguruma()) {
         RUN(test_patterns);
         RUN(test_tokenizer_json);
+        RUN(test_hostile_patterns);
         RUN(test_not_encoded);
         RUN(test_beside);
     } else {
