@@ -421,8 +421,10 @@ int main(int argc, char** argv) {
         use_model(r.world, s);
     }
 
-    // Lost output is an error here; a training run has its log.
-    if (!trains && fflush(stdout) != 0) die(EXIT_FAILED, "cannot write the output: %s", strerror(errno));
+    // Lost output is an error here; a training run with --out has its log. An earlier flush may have lost it: then this
+    // one succeeds, and its errno is gone.
+    const int lost = fflush(stdout) != 0 ? errno : ferror(stdout) ? EIO : 0;
+    if (lost && !(trains && *s->out)) die(EXIT_FAILED, "cannot write the output: %s", strerror(lost));
 
     settings_free(&r.settings);
     watch_stop();
