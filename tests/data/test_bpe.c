@@ -203,19 +203,24 @@ static void test_not_encoded(void) {
                                            "a\",0],[\"<0xFF>\",0],[\"</s>\",0]]";
     const struct {
         const char *head, *added, *model, *vocab, *merges, *says;
-    } cases[] = {{"\"decoder\":{\"type\":\"Metaspace\"}", "", "\"Unigram\"", pieces_vocab, "", "model Unigram"},
-                 {HEAD, ADDED, "\"BPE\",\"byte_fallback\":true", vocab, MERGES, "byte_fallback"},
-                 {HEAD, ADDED, "\"BPE\",\"dropout\":0.1", vocab, MERGES, "dropout"},
-                 {HEAD, ADDED, "\"BPE\",\"end_of_word_suffix\":\"</w>\"", vocab, MERGES, "end_of_word_suffix"},
-                 {"\"normalizer\":{\"type\":\"Lowercase\"}", ADDED, bpe, vocab, MERGES, "normalizer Lowercase"},
-                 {"\"pre_tokenizer\":null", ADDED, bpe, vocab, MERGES, "pre_tokenizer none"},
-                 {"\"pre_tokenizer\":{\"type\":\"Whitespace\"}", ADDED, bpe, vocab, MERGES, "pre_tokenizer Whitespace"},
-                 {"\"pre_tokenizer\":{\"type\":\"ByteLevel\"}", ADDED, bpe, vocab, MERGES, "add_prefix_space"},
-                 {"\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"(a\"},\"behavior\":\"Isolated\"}",
-                  ADDED, bpe, vocab, MERGES, "the pattern '(a'"},
-                 {HEAD, "{\"id\":14,\"content\":\"</s>\",\"lstrip\":true}", bpe, vocab, MERGES, "'</s>' with lstrip"},
-                 {HEAD, ADDED, bpe, vocab, "\"b c\",\"a x\"", "merge 1, 'a' and 'x'"},
-                 {HEAD, ADDED, bpe, vocab, "\"bc\"", "merge 0,"}};
+    } cases[] = {
+        {"\"decoder\":{\"type\":\"Metaspace\"}", "", "\"Unigram\"", pieces_vocab, "", "model Unigram"},
+        // Byte tokens and spaces may be added tokens too; the last of the three is no token of the model.
+        {"\"normalizer\":null",
+         ADDED ",{\"id\":17,\"content\":\"<0x0A>\",\"special\":true},{\"id\":18,\"content\":\"\\u2581\"},"
+               "{\"id\":19,\"content\":\"<0x20>\"}",
+         "\"BPE\",\"byte_fallback\":true", "{" VOCAB ",\"<0x0A>\":17,\"\\u2581\":18}", MERGES, "byte_fallback"},
+        {HEAD, ADDED, "\"BPE\",\"dropout\":0.1", vocab, MERGES, "dropout"},
+        {HEAD, ADDED, "\"BPE\",\"end_of_word_suffix\":\"</w>\"", vocab, MERGES, "end_of_word_suffix"},
+        {"\"normalizer\":{\"type\":\"Lowercase\"}", ADDED, bpe, vocab, MERGES, "normalizer Lowercase"},
+        {"\"pre_tokenizer\":null", ADDED, bpe, vocab, MERGES, "pre_tokenizer none"},
+        {"\"pre_tokenizer\":{\"type\":\"Whitespace\"}", ADDED, bpe, vocab, MERGES, "pre_tokenizer Whitespace"},
+        {"\"pre_tokenizer\":{\"type\":\"ByteLevel\"}", ADDED, bpe, vocab, MERGES, "add_prefix_space"},
+        {"\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"(a\"},\"behavior\":\"Isolated\"}", ADDED, bpe,
+         vocab, MERGES, "the pattern '(a'"},
+        {HEAD, "{\"id\":14,\"content\":\"</s>\",\"lstrip\":true}", bpe, vocab, MERGES, "'</s>' with lstrip"},
+        {HEAD, ADDED, bpe, vocab, "\"b c\",\"a x\"", "merge 1, 'a' and 'x'"},
+        {HEAD, ADDED, bpe, vocab, "\"bc\"", "merge 0,"}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         Tokenizer* t = tokenizer_open(
             json("no.json", cases[i].head, cases[i].added, cases[i].model, cases[i].vocab, cases[i].merges));
@@ -224,6 +229,7 @@ static void test_not_encoded(void) {
                   strstr(tokenizer_why(t), "no.json"),
               "%s: %s", cases[i].says, tokenizer_why(t));
         CHECK(tokenizer_encode(t, "", ids, 4) == 0, "nothing is encoded with any tokenizer");
+        if (i == 1) CHECK(decodes(t, 17, "\n") && decodes(t, 18, " ") && decodes(t, 19, "<0x20>"), "byte_fallback");
         if (i == 0) CHECK(decodes(t, 0, " a") && decodes(t, 1, "\xff") && decodes(t, 2, ""), "pieces");
         tokenizer_close(t);
     }
