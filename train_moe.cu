@@ -320,12 +320,12 @@ static void catch_signals(void) {
 // Inputs: tokenizer and shards, which must be the same on all ranks.
 static void open_data(Run* r) {
     const Settings* s = &r->settings;
-    r->tokenizer = tokenizer_open(s->tokenizer);
-    r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
     r->train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r->world, "--train", shards_hash(r->train));
-    sample_check(s, r->tokenizer, r->train);
-    r->val = evaluate_shards(r->world, s, r->tokenizer);
+    r->tokenizer = sample_tokenizer(s, r->train);
+    r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
+    sample_check(s, r->tokenizer);
+    r->val = evaluate_shards(r->world, s, r->tokenizer, r->train);
     Path trained = path_of("%s/tokenizer.json", s->init);
     if (*s->init && access(trained.text, F_OK) == 0) evaluate_tokenizer("--init", trained.text, s, r->tokenizer);
     if (r->val && s->val_every) r->val_bytes = evaluate_bytes(s, r->val, r->tokenizer);

@@ -7,6 +7,7 @@
 #include <glob.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -147,6 +148,16 @@ int64_t shards_windows(const Shards* shards) { return shards->windows; }
 int64_t shards_tokens(const Shards* shards) { return shards->tokens; }
 int shards_count(const Shards* shards) { return shards->count; }
 uint32_t shards_hash(const Shards* shards) { return shards->hash; }
+
+const char* shards_shared(const Shards* shards, const Shards* others) {
+    struct stat file, other;
+    for (int i = 0; i < shards->count; i++)
+        for (int j = 0; j < others->count; j++)
+            if (fstat(shards->files[i].fd, &file) == 0 && fstat(others->files[j].fd, &other) == 0 &&
+                file.st_dev == other.st_dev && file.st_ino == other.st_ino)
+                return shards->files[i].path;
+    return NULL;
+}
 
 // The shard of a window; *start gets the byte where the window begins.
 static const Shard* shard_of(const Shards* s, int64_t index, int64_t* start) {

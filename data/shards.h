@@ -35,6 +35,9 @@ int64_t shards_windows(const Shards* shards);
 int64_t shards_tokens(const Shards* shards);
 int shards_count(const Shards* shards);
 
+// The path of a file of `shards` that `others` have too, by whatever name or pattern; NULL: none.
+const char* shards_shared(const Shards* shards, const Shards* others);
+
 // CRC-32 (zlib) over names (without folder), sizes and headers: equal for runs on the same data.
 uint32_t shards_hash(const Shards* shards);
 

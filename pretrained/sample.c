@@ -11,7 +11,7 @@
 enum { SAMPLE_STREAM = 0xFFFFFFFFu - 1 };  // apart from the streams of the weights (model/params.h)
 
 // Whether the first 64k tokens of the shards are bytes and their end of text alone.
-static int are_bytes(const Shards* shards, const Settings* s) {
+static bool are_bytes(const Shards* shards, const Settings* s) {
     int64_t T = s->seq_len, windows = min_i64(shards_windows(shards), ceil_div(1 << 16, T)), largest = 0;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
     for (int64_t i = 0; i < windows; i++) {
@@ -22,7 +22,12 @@ static int are_bytes(const Shards* shards, const Settings* s) {
     return largest <= 256;
 }
 
-void sample_check(const Settings* s, const Tokenizer* tokenizer, const Shards* train) {
+Tokenizer* sample_tokenizer(const Settings* s, const Shards* train) {
+    const bool known = *s->tokenizer || s->model.V <= 257 || (train && are_bytes(train, s));
+    return tokenizer_open(known ? s->tokenizer : NULL);
+}
+
+void sample_check(const Settings* s, const Tokenizer* tokenizer) {
     if (!s->sample_every && !*s->sample) return;
 
     // The tokenizer must fit the model's vocabulary and the shards.
@@ -30,9 +35,9 @@ void sample_check(const Settings* s, const Tokenizer* tokenizer, const Shards* t
     if (size > s->model.V)
         die(EXIT_USAGE, "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld",
             *s->tokenizer ? s->tokenizer : "bytes", size, s->model.V);
-    if (!*s->tokenizer && size < s->model.V && !(train && are_bytes(train, s)))
-        die(EXIT_USAGE, "samples need --tokenizer: the ids %s beyond 256, so they are no bytes",
-            train ? "in the shards go" : "of the model go");
+    if (!size)
+        die(EXIT_USAGE, "samples need --tokenizer: the ids %s go beyond 256, so they are no bytes",
+            *s->sample ? "of the model" : "in the shards");
 
     // The prompt can be told in its tokens.
     int64_t capacity = (int64_t)strlen(s->prompt) + 1;

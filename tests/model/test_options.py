@@ -326,7 +326,7 @@ class TokenizerBesideShards(Case):
 
     def test_it_is_not_there(self):
         self.beside.rename(self.dir / "data/other_tokenizer.bin")
-        self.assertIn("\ntokenizer  bytes, 257 tokens\n", self.check("", 50257).stdout)
+        self.assertIn("\ntokenizer  none: ids go beyond 256\n", self.check("", 50257).stdout)
         self.assertRegex(self.call(command(dry_run=True, train=None)).stdout, r"  vocab 257\b")
         shutil.copy(self.dir / "data/text_train_000000.bin", self.dir / "data/texts.bin")
         self.check("", 50257, train="data/texts.bin")
@@ -541,6 +541,13 @@ class Reports(Case):
         with open("/dev/full", "w") as full:  # the log has it all
             done = subprocess.run(command(train=self.train_glob, steps=1, out=self.dir / "log"), stdout=full)
         self.assertEqual(done.returncode, 0)
+
+    def test_a_file_of_both_sets(self):
+        done = self.train(steps=1, val=self.data / "*train_000001.bin")
+        self.assertRegex(done.stderr, r"^train_moe: warning: --train includes \S+/text_train_000001.bin of --val: ")
+        (self.dir / "other_val_000000.bin").symlink_to(self.data / "text_train_000001.bin")
+        self.assertIn("--train includes other_val_000000.bin", self.train(steps=1, val="other_val_*.bin").stderr)
+        self.assertEqual(self.train(steps=1, val=self.val_glob).stderr, "")
 
     def test_version(self):
         build = r"CUDA \d+\.\d+ build in bf16" if "/cuda/" in PROGRAM else "CPU build in float(32|64)"
