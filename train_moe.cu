@@ -157,6 +157,7 @@ static void report(Run* r, int val, int asks) {
     if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
         print_step(r, val);
 
+    if (val && !isfinite(r->val_loss)) warn("step %ld: the validation loss is %g", r->pending, r->val_loss);
     // A step that was not finite changed no weight; the third in a row ends the run.
     if (!r->last.ok)
         warn("step %ld: loss %g, gradient norm %g: not finite, so no weight was changed", r->pending, r->last.loss,

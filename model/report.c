@@ -234,7 +234,8 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
            shards_tokens(train), windows, s->seq_len, epochs, s->steps);
     char* name = host_printable(s->tokenizer, strlen(s->tokenizer), "");
     if (tokenizer_size(tokenizer))
-        printf("tokenizer  %s, %d tokens\n", *name ? name : "bytes", tokenizer_size(tokenizer));
+        printf("tokenizer  %s, %d tokens%s\n", *name ? name : "bytes", tokenizer_size(tokenizer),
+               *name ? "" : ": no tokenizer file is beside the shards");
     else
         printf("tokenizer  none: ids go beyond 256\n");
     free(name);

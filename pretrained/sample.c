@@ -107,6 +107,9 @@ char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t s
         model_batch(m, ids + n - context, NULL, 1, context);
         model_forward(m, 0);
         model_logits(m, context - 1, logits);
+        for (int64_t v = 0; v < V; v++)
+            if (!isfinite(logits[v]))
+                die(EXIT_FAILED, "no sample: the logit of token %ld is not finite: %g", v, (double)logits[v]);
         double u = random_uniform((uint64_t)s->seed, SAMPLE_STREAM, (uint64_t)(step * s->sample_tokens + i));
         int32_t id = sample_draw(logits, V, s->temperature, s->sample_top_k, u);
         // All ranks must go on with the same token: rank 0's.

@@ -346,11 +346,16 @@ class Questions(Case):
         path.write_bytes(data)
         (self.step / "manifest.json").unlink()
         write_questions(self.dir / "all.bin", self.questions)
-        for words, options in (("the loss on --val .* is not finite", ["--val", self.val_glob]),
-                               ("--eval: all: the loss of ending 0 of question 0 is not finite", ["--eval", "all.bin"])):
-            done = self.call([cli.PROGRAM, "--evaluate", self.step, "--seq-len", 48, *options], 1)
+        evaluate = ["--evaluate", self.step, "--seq-len", 48]
+        for words, options in (("the loss on --val .* is not finite", [*evaluate, "--val", self.val_glob]),
+                               ("--eval: all: the loss of ending 0 of question 0 is not finite", [*evaluate, "--eval", "all.bin"]),
+                               ("the logit of token 0 is not finite", ["--sample", self.step])):
+            done = self.call([cli.PROGRAM, *options], 1)
             self.assertRegex(done.stderr, words)
-            self.assertNotRegex(done.stdout, "perplexity|accuracy")
+            self.assertRegex(done.stdout, r"^weights .*\n$")
+        # Training that validates such a model says so.
+        done = self.call(cli.command(train=self.train_glob, steps=1, lr=0, val=self.val_glob, vocab=257, init=self.step), 0)
+        self.assertIn("step 1: the validation loss is ", done.stderr)
 
     def test_while_training(self):
         write_questions(self.dir / "all.bin", self.questions)
@@ -427,7 +432,7 @@ class Export(Case):
 
     def test_shards_without_a_tokenizer(self):
         """Ids beyond 256 are no bytes, so no id is known to end texts; there are no samples and no questions."""
-        for ids, said, end in ((range(1000), "none: ids go beyond 256", None), (range(200), "bytes, 257 tokens", 256)):
+        for ids, said, end in ((range(1000), "none: ids go beyond 256", None), (range(200), "bytes, 257 tokens: no tokenizer file is beside the shards", 256)):
             rng = random.Random(3)
             cli.write_shard(self.dir / "words_train_000001.bin", [rng.choice(ids) for _ in range(600)])
             options = dict(train="words_train_*.bin", vocab=50257, steps=1, out=f"run{end}")
