@@ -4,8 +4,8 @@
 //   65535  bytes of this example  its index  label  P   n context...   n ending...   n ending...   (P endings)
 //
 // Each n counts the ids after it. For vocabularies above 65536, a file {20240802, 1, ...} has uint32 instead of uint16,
-// and 0xffffffff as the mark. scripts/prepare_eval.py writes both, with tokenizer_hash as the fifth number of the
-// header; llm.c has 0 there.
+// and 0xffffffff as the mark. scripts/prepare_eval.py writes both. The fifth number of its header is the tokenizer_hash;
+// llm.c has 0 there.
 #pragma once
 
 #include "device/types.h"

@@ -8,8 +8,8 @@
 // A Pattern is a regex_t under a name for other files. A search does not change it.
 
 // Backtracking limit of a search: a pattern like (a*)*b takes exponential time. Patterns in use backtrack a few times
-// for each byte of a run of spaces, and \s+$ as often as its square. A retry may read the whole text again, so
-// bpe_encode also limits the time of all searches.
+// for each byte of a run of spaces. \s+$ does so at each of its bytes. A retry may read the whole text again, so
+// bpe_encode limits the time of all searches too.
 static const unsigned long RETRIES = 1 << 18, RETRIES_A_BYTE = 8;
 
 Pattern* pattern_new(const char* text, char* error, size_t error_size) {
