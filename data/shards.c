@@ -139,7 +139,20 @@ char* shards_tokenizer(const char* pattern, const char* mark) {
     const char *path = found.gl_pathv[0], *end = strstr(basename(path), mark);
     char* tokenizer = end ? host_format("%.*s_tokenizer.bin", (int)(end - path), path) : NULL;
     globfree(&found);
-    if (tokenizer && access(tokenizer, F_OK) == 0) return tokenizer;
+    if (!tokenizer || access(tokenizer, F_OK) == 0) return tokenizer;
+
+    // scripts/prepare_text.py puts the table in place last, so other files of the tokenizer show that the set is not
+    // whole. Shards of other programs have none of them.
+    static const char* const traces[] = {"json", "bin.tmp"};
+    for (int i = 0; i < 2; i++) {
+        Path trace = path_of("%.*s%s", (int)(strlen(tokenizer) - strlen("bin")), tokenizer, traces[i]);
+        if (access(trace.text, F_OK) == 0)
+            die(EXIT_FAILED,
+                "%s is there, but not %s, which scripts/prepare_text.py writes last: the shards may be incomplete; "
+                "copy "
+                "or prepare them again, or name the tokenizer by --tokenizer",
+                trace.text, tokenizer);
+    }
     free(tokenizer);
     return NULL;
 }

@@ -29,6 +29,7 @@ void shards_close(Shards* shards);
 
 // The path of the tokenizer file that belongs to the first shard of `pattern`, in fresh memory. With mark "_train_",
 // text_train_000000.bin has text_tokenizer.bin in the same folder. NULL: no such file, or a shard of another name.
+// Ends the run where other files of that tokenizer show that the set is not whole.
 char* shards_tokenizer(const char* pattern, const char* mark);
 
 int64_t shards_windows(const Shards* shards);

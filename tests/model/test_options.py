@@ -331,6 +331,18 @@ class TokenizerBesideShards(Case):
         shutil.copy(self.dir / "data/text_train_000000.bin", self.dir / "data/texts.bin")
         self.check("", 50257, train="data/texts.bin")
 
+    def test_a_set_that_is_not_whole(self):
+        """prepare_text.py puts the table in place last: other files of the tokenizer show that it was stopped before."""
+        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
+        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
+                       capture_output=True)
+        options, table = dict(train="made/text_train_*.bin", out="run"), self.dir / "made/text_tokenizer.bin"
+        table.rename(self.dir / "made/text_tokenizer.bin.tmp")
+        self.refused(1, "text_tokenizer.json is there, but not made/text_tokenizer.bin", "incomplete", **options)
+        (self.dir / "made/text_tokenizer.json").unlink()
+        self.refused(1, "text_tokenizer.bin.tmp is there, but not", **options)
+        self.train(steps=1, **options, tokenizer="made/text_tokenizer.bin.tmp")
+
     def test_files_beside_it(self):
         """Files next to a tokenizer are copied into checkpoints; a dot in a folder begins no suffix, an empty file is refused."""
         folder = self.dir / "v1.2"
