@@ -161,6 +161,8 @@ static void report(Run* r, int val, int asks) {
     else if (!r->left_out++)
         printf("(at most two steps a second are printed; %slog.jsonl has all)\n", r->log ? "" : "with --out its ");
 
+    if (val && !isfinite(r->val_loss)) warn("step %ld: the validation loss is %g", r->pending, r->val_loss);
+
     // A step that was not finite changed no weight; the third in a row ends the run.
     if (!r->last.ok)
         warn("step %ld: loss %g, gradient norm %g: %s, so no weight was changed", r->pending, r->last.loss,
@@ -345,12 +347,12 @@ static void catch_signals(void) {
 // Inputs: tokenizer and shards, which must be the same on all ranks.
 static void open_data(Run* r) {
     const Settings* s = &r->settings;
-    r->tokenizer = tokenizer_open(s->tokenizer);
-    r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
     r->train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r->world, "--train", shards_sample(r->train));
-    sample_check(s, r->tokenizer, r->train);
-    r->val = evaluate_shards(r->world, s, r->tokenizer);
+    r->tokenizer = sample_tokenizer(s, r->train);
+    r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
+    sample_check(s, r->tokenizer);
+    r->val = evaluate_shards(r->world, s, r->tokenizer, r->train);
     Path trained = path_of("%s/tokenizer.json", s->init);
     if (*s->init && access(trained.text, F_OK) == 0) evaluate_tokenizer("--init", trained.text, s, r->tokenizer);
     if (r->val && s->val_every) r->val_bytes = evaluate_bytes(s, r->val, r->tokenizer);
@@ -448,8 +450,10 @@ int main(int argc, char** argv) {
         use_model(r.world, s);
     }
 
-    // Lost output is an error here; a training run has its log.
-    if (!trains && fflush(stdout) != 0) die(EXIT_FAILED, "cannot write the output: %s", strerror(errno));
+    // Lost output is an error here; a training run with --out has its log. An earlier flush may have lost it: then this
+    // one succeeds, and its errno is gone.
+    const int lost = fflush(stdout) != 0 ? errno : ferror(stdout) ? EIO : 0;
+    if (lost && !(trains && *s->out)) die(EXIT_FAILED, "cannot write the output: %s", strerror(lost));
 
     settings_free(&r.settings);
     watch_stop();

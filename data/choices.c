@@ -79,7 +79,7 @@ static void read_question(Reader* r, Choices* c, int32_t q) {
 static Choices open_one(const char* path, int32_t vocab) {
     // The file and its header.
     size_t size;
-    int32_t header[4];
+    int32_t header[5];
     char* data = read_file(path, LIMIT, &size);
     if (!data) die(EXIT_FAILED, "--eval: %s: cannot read: %s", path, file_error(errno));
     if (size < HEADER_BYTES) die(EXIT_FAILED, "--eval: %s: shorter than its header of %d bytes", path, HEADER_BYTES);
@@ -102,6 +102,7 @@ static Choices open_one(const char* path, int32_t vocab) {
     // The name in the log is the file's, without folder and extension.
     const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
     Choices c = {.name = host_format("%.*s", (int)(dot ? dot - name : (int64_t)strlen(name)), name),
+                 .tokenizer = (uint32_t)header[4],
                  .questions = header[2],
                  .label = (int32_t*)host_alloc((size_t)header[2] * sizeof(int32_t)),
                  .ids = ids};

@@ -4,7 +4,8 @@
 //   65535  bytes of this example  its index  label  P   n context...   n ending...   n ending...   (P endings)
 //
 // Each n counts the ids after it. For vocabularies above 65536, a file {20240802, 1, ...} has uint32 instead of uint16,
-// and 0xffffffff as the mark. scripts/prepare_eval.py writes both.
+// and 0xffffffff as the mark. scripts/prepare_eval.py writes both. The fifth number of its header is the tokenizer_hash;
+// llm.c has 0 there.
 #pragma once
 
 #include "device/types.h"
@@ -18,7 +19,8 @@ typedef struct Choice {
 
 // The questions of one file.
 typedef struct Choices {
-    char* name;  // of the file, without folder and ".bin"
+    char* name;          // of the file, without folder and ".bin"
+    uint32_t tokenizer;  // tokenizer_hash of the tokenizer that made the ids; 0: not known
     int32_t questions;
     int32_t* label;  // (questions): the number of the correct ending
     int64_t count;

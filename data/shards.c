@@ -7,6 +7,7 @@
 #include <glob.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -138,7 +139,20 @@ char* shards_tokenizer(const char* pattern, const char* mark) {
     const char *path = found.gl_pathv[0], *end = strstr(basename(path), mark);
     char* tokenizer = end ? host_format("%.*s_tokenizer.bin", (int)(end - path), path) : NULL;
     globfree(&found);
-    if (tokenizer && access(tokenizer, F_OK) == 0) return tokenizer;
+    if (!tokenizer || access(tokenizer, F_OK) == 0) return tokenizer;
+
+    // scripts/prepare_text.py puts the table in place last, so other files of the tokenizer show that the set is not
+    // whole. Shards of other programs have none of them.
+    static const char* const traces[] = {"json", "bin.tmp"};
+    for (int i = 0; i < 2; i++) {
+        Path trace = path_of("%.*s%s", (int)(strlen(tokenizer) - strlen("bin")), tokenizer, traces[i]);
+        if (access(trace.text, F_OK) == 0)
+            die(EXIT_FAILED,
+                "%s is there, but not %s, which scripts/prepare_text.py writes last: the shards may be incomplete; "
+                "copy "
+                "or prepare them again, or name the tokenizer by --tokenizer",
+                trace.text, tokenizer);
+    }
     free(tokenizer);
     return NULL;
 }
@@ -147,6 +161,16 @@ int64_t shards_windows(const Shards* shards) { return shards->windows; }
 int64_t shards_tokens(const Shards* shards) { return shards->tokens; }
 int shards_count(const Shards* shards) { return shards->count; }
 uint32_t shards_hash(const Shards* shards) { return shards->hash; }
+
+const char* shards_shared(const Shards* shards, const Shards* others) {
+    struct stat file, other;
+    for (int i = 0; i < shards->count; i++)
+        for (int j = 0; j < others->count; j++)
+            if (fstat(shards->files[i].fd, &file) == 0 && fstat(others->files[j].fd, &other) == 0 &&
+                file.st_dev == other.st_dev && file.st_ino == other.st_ino)
+                return shards->files[i].path;
+    return NULL;
+}
 
 // The shard of a window; *start gets the byte where the window begins.
 static const Shard* shard_of(const Shards* s, int64_t index, int64_t* start) {

@@ -29,11 +29,15 @@ void shards_close(Shards* shards);
 
 // The path of the tokenizer file that belongs to the first shard of `pattern`, in fresh memory. With mark "_train_",
 // text_train_000000.bin has text_tokenizer.bin in the same folder. NULL: no such file, or a shard of another name.
+// Ends the run where other files of that tokenizer show that the set is not whole.
 char* shards_tokenizer(const char* pattern, const char* mark);
 
 int64_t shards_windows(const Shards* shards);
 int64_t shards_tokens(const Shards* shards);
 int shards_count(const Shards* shards);
+
+// The path of a file of `shards` that `others` have too, by whatever name or pattern; NULL: none.
+const char* shards_shared(const Shards* shards, const Shards* others);
 
 // CRC-32 (zlib) over names (without folder), sizes and headers: equal for runs on the same data.
 uint32_t shards_hash(const Shards* shards);

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include <zlib.h>
 
 #include "device/check.h"
 #include "device/files.h"
@@ -26,6 +27,14 @@ static Tokenizer* open_bytes(void) {
         t->data[i] = (char)(unsigned char)i;
         t->tokens[i] = token;
     }
+    return t;
+}
+
+// The ids are of a tokenizer that is not known.
+static Tokenizer* open_nothing(void) {
+    Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
+    t->eot = -1;
+    t->refused = host_strdup("there is no tokenizer");
     return t;
 }
 
@@ -119,9 +128,9 @@ static Tokenizer* open_beside(Tokenizer* table, const char* path) {
 }
 
 Tokenizer* tokenizer_open(const char* path) {
-    // An empty path selects the byte tokenizer. A table has no merges, so a tokenizer.json of the same name is
-    // preferred.
-    Tokenizer* t = path[0] == 0               ? open_bytes()
+    // A table has no merges, so a tokenizer.json of the same name is preferred.
+    Tokenizer* t = !path                      ? open_nothing()
+                   : path[0] == 0             ? open_bytes()
                    : ends_with(path, ".json") ? tokenizer_read_json(path, -1)
                                               : open_beside(open_table(path), path);
     if (!t->bpe) t->vocab = vocab_new(t->tokens, t->size);
@@ -142,6 +151,18 @@ void tokenizer_close(Tokenizer* tokenizer) {
 
 int32_t tokenizer_size(const Tokenizer* tokenizer) { return tokenizer->size; }
 int32_t tokenizer_eot(const Tokenizer* tokenizer) { return tokenizer->eot; }
+
+uint32_t tokenizer_hash(const Tokenizer* tokenizer) {
+    uLong crc = 0;
+    for (int32_t id = 0; id < tokenizer->size; id++) {
+        const Token* token = &tokenizer->tokens[id];
+        const Bytef length = (Bytef)(token->length > 255 ? 0 : token->length);
+        crc = crc32(crc, &length, 1);
+        if (length) crc = crc32(crc, (const Bytef*)token->bytes, length);
+    }
+    return (uint32_t)crc;
+}
+
 bool tokenizer_exact(const Tokenizer* tokenizer) { return tokenizer->bpe || tokenizer->vocab->longest == 1; }
 const char* tokenizer_why(const Tokenizer* tokenizer) {
     return tokenizer->refused ? tokenizer->refused : tokenizer->why;

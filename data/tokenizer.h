@@ -4,7 +4,8 @@
 //     x.bin         llm.c's table: 256 little-endian uint32 {20240328, 2, number of tokens, end-of-text id, 0...}, then
 //                   for each token one length byte and its bytes
 //     x.json        Hugging Face's tokenizer.json
-//     none          the tokens are bytes: ids 0..255, 256 = end of text
+//     ""            the tokens are bytes: ids 0..255, 256 = end of text
+//     NULL          not known: no tokens, end of text -1
 //
 // If x.json exists in the folder of x.bin, it is read instead of x.bin, and must have the same tokens.
 #pragma once
@@ -25,13 +26,16 @@ typedef struct Tokenizer {
     char* why;      // the reason of the last failed encoding
 } Tokenizer;
 
-// path "" gives the byte tokenizer. An invalid file ends the run: die() names the file and the reason.
+// An invalid file ends the run: die() names the file and the reason.
 Tokenizer* tokenizer_open(const char* path);
 // data/tokenizer_json.c: of a tokenizer.json. eot -1: end of text is the token with one of the usual names.
 Tokenizer* tokenizer_read_json(const char* path, int32_t eot);
 void tokenizer_close(Tokenizer* tokenizer);
 int32_t tokenizer_size(const Tokenizer* tokenizer);
 int32_t tokenizer_eot(const Tokenizer* tokenizer);  // end of text
+// CRC-32 (zlib) of the tokens, as scripts/prepare_eval.py puts it into its files: for each id a length byte and the
+// bytes. End of text and tokens of more than 255 bytes have length 0.
+uint32_t tokenizer_hash(const Tokenizer* tokenizer);
 // True if text is encoded exactly as by the original tokenizer. A table alone has no merges: text is then encoded by
 // the longest match.
 bool tokenizer_exact(const Tokenizer* tokenizer);

@@ -148,7 +148,7 @@ static void read_entries(Reader* r) {
 static void read_tokens(Reader* r, const Json* file) {
     // The encoding of the texts: byte-level, SentencePiece, or plain.
     Tokenizer* t = r->t;
-    bool byte_level = false, pieces = false;
+    bool byte_level = false, pieces = flag(r->model, "byte_fallback", false);
     const char* const parts[] = {"normalizer", "pre_tokenizer", "decoder"};
     for (int i = 0; i < 3; i++) {
         const Json* part = json_get(file, parts[i]);
@@ -174,7 +174,8 @@ static void read_tokens(Reader* r, const Json* file) {
         // A byte-level entry with other characters falls through to plain text.
         token->length = byte_level && !added ? to_bytes(entry->bytes, to) : -1;
         if (token->length >= 0) r->byte_level[i] = *token;
-        if (token->length < 0 && pieces && !added) token->length = to_piece(entry->bytes, to);
+        // SentencePiece's byte tokens and runs of spaces may be added tokens too.
+        if (token->length < 0 && pieces && (!added || same)) token->length = to_piece(entry->bytes, to);
         if (token->length < 0) memcpy(to, entry->bytes, (size_t)(token->length = entry->length));
         to += token->length;
     }

@@ -83,6 +83,11 @@ static void add_rope(char** json, const Settings* s) {
     host_append(json, "  \"max_position_embeddings\": %ld,\n", longest);
 }
 
+char* hub_end_of_text(int32_t end_of_text) {
+    if (end_of_text < 0) return host_strdup("  \"bos_token_id\": null,\n  \"eos_token_id\": null");
+    return host_format("  \"bos_token_id\": %d,\n  \"eos_token_id\": %d", end_of_text, end_of_text);
+}
+
 char* hub_config(const Settings* s, int32_t end_of_text) {
     const ModelConfig* c = &s->model;
     const int v3 = c->score == SCORE_SIGMOID;
@@ -120,10 +125,12 @@ char* hub_config(const Settings* s, int32_t end_of_text) {
     host_append(&json, "  \"rms_norm_eps\": %s,\n", float_text(eps, c->norm_eps));
     add_rope(&json, s);
     for (int i = 0; i < ALWAYS; i++) host_append(&json, "  \"%s\": %s,\n", always[i].key, always[i].value);
+    char* ends = hub_end_of_text(end_of_text);
     host_append(&json,
-                "  \"bos_token_id\": %d,\n  \"eos_token_id\": %d,\n  \"initializer_range\": 0.02,\n"
+                "%s,\n  \"initializer_range\": 0.02,\n"
                 "  \"attention_dropout\": 0.0,\n  \"torch_dtype\": \"float32\",\n  \"use_cache\": true\n}\n",
-                end_of_text, end_of_text);
+                ends);
+    free(ends);
     return json;
 }
 

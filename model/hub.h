@@ -6,8 +6,10 @@
 
 #include "model/settings.h"
 
-// config.json of this model, in fresh memory. end_of_text: id of the token that begins and ends texts.
+// config.json of this model, in fresh memory. end_of_text: id of the token that begins and ends texts, -1: not known.
 char* hub_config(const Settings* settings, int32_t end_of_text);
+// The members of config.json and generation_config.json that name it, without a comma at the end; in fresh memory.
+char* hub_end_of_text(int32_t end_of_text);
 
 // Why transformers' DeepSeek models cannot compute this model, or NULL: they can.
 const char* hub_misfit(const Settings* settings);

@@ -282,7 +282,11 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
     printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(train),
            shards_tokens(train), windows, s->seq_len, epochs, s->steps);
     char* name = host_printable(s->tokenizer, strlen(s->tokenizer), "");
-    printf("tokenizer  %s, %d tokens\n", *name ? name : "bytes", tokenizer_size(tokenizer));
+    if (tokenizer_size(tokenizer))
+        printf("tokenizer  %s, %d tokens%s\n", *name ? name : "bytes", tokenizer_size(tokenizer),
+               *name ? "" : ": no tokenizer file is beside the shards");
+    else
+        printf("tokenizer  none: ids go beyond 256\n");
     free(name);
 }
 

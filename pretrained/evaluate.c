@@ -14,8 +14,10 @@ int64_t evaluate_windows(const Settings* s, const Shards* shards) {
     return max_i64(min_i64(s->val_tokens / s->seq_len, shards_windows(shards)), 1);
 }
 
-Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokenizer) {
+Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokenizer, const Shards* train) {
     Shards* shards = *s->val ? shards_open("--val", s->val, s->seq_len) : NULL;
+    const char* both = shards && train ? shards_shared(shards, train) : NULL;
+    if (both) warn("--train includes %s of --val: the validation loss is that of text that the model learns", both);
     // A hash of 0 is a run without --val: all ranks must agree on that too.
     agree_on_data(world, "--val", shards ? shards_sample(shards) : 0);
     char* beside = *s->val && *s->tokenizer ? shards_tokenizer(s->val, "_val_") : NULL;
@@ -169,6 +171,21 @@ static void sum_over_ranks(Model* m, double* values, int64_t n) {
     device_free(there);
 }
 
+// The same tokens must have the same loss: last bits depend on the other rows of a batch. An ending takes the loss of
+// the first ending with its tokens.
+static void equal_losses(const Choices* c, double* loss) {
+    for (int64_t i = 0, first = 0; i < c->count; i++) {
+        const Choice *a = &c->list[i], *b = &c->list[first];
+        if (b->question != a->question) b = &c->list[first = i];
+        for (; b < a; b++) {
+            const size_t bytes = (size_t)a->ending_length * sizeof(c->ids[0]);
+            if (b->ending_length != a->ending_length || memcmp(&c->ids[a->ending], &c->ids[b->ending], bytes)) continue;
+            loss[i] = loss[b - c->list];
+            break;
+        }
+    }
+}
+
 // The number of questions whose correct ending has the least loss.
 static int64_t count_right(const Choices* c, const double* loss) {
     int64_t right = 0;
@@ -187,6 +204,11 @@ ScoreRecord evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokeni
     double* loss = (double*)host_alloc((size_t)c->count * sizeof(double));
     choice_losses(m, c, tokenizer_eot(tokenizer), loss);
     sum_over_ranks(m, loss, c->count);
+    for (int64_t i = 0; i < c->count; i++)
+        if (!isfinite(loss[i]))
+            die(EXIT_FAILED, "--eval: %s: the loss of ending %d of question %d is not finite: %g", c->name,
+                c->list[i].number, c->list[i].question, loss[i]);
+    equal_losses(c, loss);
 
     // By the loss of an ending, then by its loss per byte.
     ScoreRecord score = {.accuracy = (double)count_right(c, loss) / c->questions};
@@ -213,6 +235,8 @@ Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokeniz
     Choices* files = NULL;
     uLong crc = 0;
     *count = 0;
+    if (*s->eval && !tokenizer_size(tokenizer))
+        die(EXIT_USAGE, "--eval needs --tokenizer: the ids in the shards go beyond 256, so they are no bytes");
     // An ending without context follows end of text, so the model must know this id.
     if (*s->eval && tokenizer_eot(tokenizer) >= s->model.V)
         die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", tokenizer_eot(tokenizer),
@@ -221,6 +245,11 @@ Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokeniz
     for (int i = 0; i < *count; i++) {
         const Choice* last = &files[i].list[files[i].count - 1];  // its end is the end of the file
         check_file(s, files, i);
+        if (files[i].tokenizer && files[i].tokenizer != tokenizer_hash(tokenizer))
+            die(EXIT_USAGE,
+                "--eval: %s was made with another tokenizer than %s, or another end of text: make it again by "
+                "scripts/prepare_eval.py with the --tokenizer and --eot of the training data",
+                files[i].name, *s->tokenizer ? s->tokenizer : "bytes");
         crc = crc32_z(crc, (const Bytef*)files[i].ids,
                       (size_t)(last->ending + last->ending_length) * sizeof(files[i].ids[0]));
     }

@@ -7,8 +7,8 @@
 #include "model/model.h"
 
 // The shards of --val, the same on all ranks; NULL without. Their tokenizer must have the same number of tokens as the
-// run's.
-Shards* evaluate_shards(Ranks* world, const Settings* settings, const Tokenizer* tokenizer);
+// run's. A file that is also in `train` (NULL: there is no training) gets a warning.
+Shards* evaluate_shards(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, const Shards* train);
 // Ends the run where the tokenizer at `path`, which belongs to `option`, has another number of tokens.
 void evaluate_tokenizer(const char* option, const char* path, const Settings* settings, const Tokenizer* tokenizer);
 // Windows of the shards that a validation reads: the first --val-tokens, one at least.
@@ -26,11 +26,13 @@ typedef struct ScoreRecord {
 
 // Accuracy on multiple-choice questions, as in lm-evaluation-harness. acc: the ending with the largest sum of
 // log-probabilities after the context. acc_norm: that sum over the bytes of its text, without a leading blank. Ties go
-// to the first ending. A context too long for --seq-len loses its beginning. All ranks together.
+// to the first ending, and endings of the same tokens tie. A context too long for --seq-len loses its beginning. A loss
+// that is not finite ends the run. All ranks together.
 ScoreRecord evaluate_choices(Model* model, const Choices* choices, const Tokenizer* tokenizer);
 
 // The questions of --eval, *count files of different names, the same on all ranks; NULL without. Their ids are the
-// tokenizer's, and with its end of text the model's; no ending is longer than --seq-len.
+// tokenizer's, and with its end of text the model's; no ending is longer than --seq-len. A file that names its
+// tokenizer must name this one.
 Choices* evaluate_open(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, int* count);
 // Evaluates every file, and prints a line for each. `line` gets the scores as members NAME_acc and NAME_acc_norm of a
 // line of the log (data/runlog.h), unless it is NULL.

@@ -62,7 +62,7 @@ static void add_tokenizer(Saver* saver, const char* tokenizer) {
 void export_files(Saver* saver, Model* m, const Tokenizer* tokenizer) {
     const int32_t eot = tokenizer_eot(tokenizer);
     char *config = hub_config(&m->settings, eot), *index = index_json(m);
-    char* generation = host_format("{\n  \"bos_token_id\": %d,\n  \"eos_token_id\": %d\n}\n", eot, eot);
+    char *ends = hub_end_of_text(eot), *generation = host_format("{\n%s\n}\n", ends);
     // The files of the model, then those of its tokenizer.
     saver_add_text(saver, "config.json", config);
     saver_add_text(saver, "generation_config.json", generation);
@@ -74,5 +74,6 @@ void export_files(Saver* saver, Model* m, const Tokenizer* tokenizer) {
                why);
     free(config);
     free(generation);
+    free(ends);
     free(index);
 }

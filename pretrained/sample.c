@@ -11,7 +11,7 @@
 enum { SAMPLE_STREAM = 0xFFFFFFFFu - 1 };  // apart from the streams of the weights (model/params.h)
 
 // Whether the first 64k tokens of the shards are bytes and their end of text alone.
-static int are_bytes(const Shards* shards, const Settings* s) {
+static bool are_bytes(const Shards* shards, const Settings* s) {
     int64_t T = s->seq_len, windows = min_i64(shards_windows(shards), ceil_div(1 << 16, T)), largest = 0;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
     for (int64_t i = 0; i < windows; i++) {
@@ -22,7 +22,12 @@ static int are_bytes(const Shards* shards, const Settings* s) {
     return largest <= 256;
 }
 
-void sample_check(const Settings* s, const Tokenizer* tokenizer, const Shards* train) {
+Tokenizer* sample_tokenizer(const Settings* s, const Shards* train) {
+    const bool known = *s->tokenizer || s->model.V <= 257 || (train && are_bytes(train, s));
+    return tokenizer_open(known ? s->tokenizer : NULL);
+}
+
+void sample_check(const Settings* s, const Tokenizer* tokenizer) {
     if (!s->sample_every && !*s->sample) return;
 
     // The tokenizer must fit the model's vocabulary and the shards.
@@ -30,9 +35,9 @@ void sample_check(const Settings* s, const Tokenizer* tokenizer, const Shards* t
     if (size > s->model.V)
         die(EXIT_USAGE, "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld",
             *s->tokenizer ? s->tokenizer : "bytes", size, s->model.V);
-    if (!*s->tokenizer && size < s->model.V && !(train && are_bytes(train, s)))
-        die(EXIT_USAGE, "samples need --tokenizer: the ids %s beyond 256, so they are no bytes",
-            train ? "in the shards go" : "of the model go");
+    if (!size)
+        die(EXIT_USAGE, "samples need --tokenizer: the ids %s go beyond 256, so they are no bytes",
+            *s->sample ? "of the model" : "in the shards");
 
     // The prompt can be told in its tokens.
     int64_t capacity = (int64_t)strlen(s->prompt) + 1;
@@ -85,13 +90,14 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
 
 char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t step) {
     const Settings* s = &m->settings;
-    int64_t capacity = 1 + (int64_t)strlen(s->prompt) + s->sample_tokens, V = m->config.V;
-    int32_t* ids = (int32_t*)host_alloc((size_t)capacity * sizeof(int32_t));
+    // A prompt has at most one token a byte.
+    const int64_t bytes = (int64_t)strlen(s->prompt), V = m->config.V;
+    int32_t* ids = (int32_t*)host_alloc((size_t)(1 + bytes + s->sample_tokens) * sizeof(int32_t));
     real* logits = (real*)host_alloc((size_t)V * sizeof(real));
 
     // End of text and the prompt.
     ids[0] = tokenizer_eot(tokenizer);
-    int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids + 1, capacity - 1), n = 1 + prompt;
+    int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids + 1, bytes), n = 1 + prompt;
     if (prompt < 0) die(EXIT_USAGE, "--prompt cannot be encoded: %s", tokenizer_why(tokenizer));
 
     // Token after token.
@@ -101,6 +107,9 @@ char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t s
         model_batch(m, ids + n - context, NULL, 1, context);
         model_forward(m, 0);
         model_logits(m, context - 1, logits);
+        for (int64_t v = 0; v < V; v++)
+            if (!isfinite(logits[v]))
+                die(EXIT_FAILED, "no sample: the logit of token %ld is not finite: %g", v, (double)logits[v]);
         double u = random_uniform((uint64_t)s->seed, SAMPLE_STREAM, (uint64_t)(step * s->sample_tokens + i));
         int32_t id = sample_draw(logits, V, s->temperature, s->sample_top_k, u);
         // All ranks must go on with the same token: rank 0's.
@@ -114,9 +123,9 @@ char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t s
     size_t length = 0;
     FILE* stream = open_memstream(&text, &length);
     for (int64_t i = 1; i < n && stream; i++) {
-        int bytes;
-        const char* piece = tokenizer_decode(tokenizer, ids[i], &bytes);
-        if (piece) fwrite(piece, 1, (size_t)bytes, stream);
+        int size;
+        const char* piece = tokenizer_decode(tokenizer, ids[i], &size);
+        if (piece) fwrite(piece, 1, (size_t)size, stream);
     }
     if (!stream || fclose(stream) != 0) die(EXIT_FAILED, "out of host memory for a sample");
     char* shown = host_printable(text, length, "\n\t");

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "device/check.h"
 #include "model/report.h"
 #include "pretrained/evaluate.h"
 #include "pretrained/import.h"
@@ -11,11 +12,11 @@
 
 void use_model(Ranks* world, const Settings* s) {
     // Inputs.
-    Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
-    sample_check(s, tokenizer, NULL);
+    Tokenizer* tokenizer = *s->sample ? sample_tokenizer(s, NULL) : tokenizer_open(s->tokenizer);
+    sample_check(s, tokenizer);
     int files;
     Choices* questions = evaluate_open(world, s, tokenizer, &files);
-    Shards* val = evaluate_shards(world, s, tokenizer);
+    Shards* val = evaluate_shards(world, s, tokenizer, NULL);
 
     // The model.
     device_choose(ranks_local());
@@ -32,6 +33,7 @@ void use_model(Ranks* world, const Settings* s) {
     } else {
         if (val) {
             const double loss = evaluate_loss(m, val);
+            if (!isfinite(loss)) die(EXIT_FAILED, "the loss on --val %s is not finite: %g", s->val, loss);
             // Bits a byte can be compared between tokenizers; nats a token cannot.
             const double bytes = evaluate_bytes(s, val, tokenizer);
             printf("loss       %.6f nats a token, perplexity %.4f, ", loss, exp(loss));

@@ -17,8 +17,9 @@ Labels count from 0. A space always separates the context from an ending. The to
 whole text after the context's tokens. If the whole text does not begin with the context's tokens, the ending is
 encoded alone.
 
-The file is little-endian. Its header has 256 int32: {20240522, 1, number of examples, bytes of the longest example},
-then zeros. The examples follow, in uint16:
+The file is little-endian. Its header has 256 int32: {20240522, 1, number of examples, bytes of the longest example,
+CRC-32 of the tokenizer's tokens}, then zeros. train_moe refuses a file whose tokenizer is not that of its data. The
+examples follow, in uint16:
 
   65535                           begins an example
   its size in bytes               from the 65535 to its end, as in the header
@@ -42,6 +43,7 @@ import os
 import re
 import struct
 import sys
+import zlib
 from collections import Counter
 
 from text_tokenizers import make_tokenizer, width_of
@@ -183,10 +185,17 @@ def words_of(index, label, context, endings):
     return words
 
 
-def write_file(path, examples, width):
+def crc_of(tokenizer):
+    """CRC-32 of the tokens: a length byte and the bytes of each. End of text and those above 255 bytes have length 0."""
+    table = tokenizer.table()
+    table[tokenizer.eot] = b""
+    return zlib.crc32(b"".join(bytes([len(token)]) + token if len(token) < 256 else b"\0" for token in table))
+
+
+def write_file(path, examples, width, crc):
     longest = max(map(len, examples)) * width
     with script.in_place(path) as part, open(part, "wb") as file:
-        file.write(struct.pack("<4i", MAGIC[width], 1, len(examples), longest).ljust(1024, b"\0"))
+        file.write(struct.pack("<4iI", MAGIC[width], 1, len(examples), longest, crc).ljust(1024, b"\0"))
         for words in examples:
             words[:2] = START[width], len(words) * width
             file.write(struct.pack(f"<{len(words)}{'H' if width == 2 else 'I'}", *words))
@@ -206,7 +215,7 @@ def prepare(args):
         most = max(most, len(context) + max(map(len, endings)))
     fits = tokenizer.vocab <= 65536 and len(written) <= LARGEST and 2 * max(map(len, written)) <= LARGEST
     width = 2 if fits else 4
-    write_file(args.out, written, width)
+    write_file(args.out, written, width, crc_of(tokenizer))
 
     counts = Counter(len(endings) for _, endings, _ in examples)
     script.say(f"{args.out}: {len(written)} examples as uint{8 * width}, endings: "

@@ -168,6 +168,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         config = json.loads(self.tokenizer.to_str())
         parts = json.dumps([config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
         self.kinds = set(re.findall(r'"type": "(\w+)"', parts))
+        if config["model"].get("byte_fallback"):
+            self.kinds.add("ByteFallback")
+        # Unigram has a list of [token, score].
+        vocabulary = config["model"]["vocab"]
+        self.model_tokens = set(vocabulary if isinstance(vocabulary, dict) else (token for token, _ in vocabulary))
         self.check_bytes(config["model"], vocab)
         self.encoding = self.fast_encoding(config, sample)
 
@@ -239,8 +244,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             text = self.tokenizer.id_to_token(i) or ""
             if i not in added and "ByteLevel" in self.kinds and all(c in alphabet for c in text):
                 return bytes(alphabet[c] for c in text)
-            if i not in added and self.kinds & {"ByteFallback", "Metaspace"}:  # as SentencePiece writes them
-                if re.fullmatch("<0x[0-9A-F]{2}>", text):
+            # As SentencePiece writes them. Byte tokens and runs of spaces may be added tokens too.
+            if (i not in added or text in self.model_tokens) and self.kinds & {"ByteFallback", "Metaspace"}:
+                if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
                     return bytes([int(text[3:5], 16)])
                 text = text.replace("▁", " ")
             return text.encode()

@@ -23,7 +23,10 @@ static const char* pieces(const char* text_of_pattern, const char* text) {
         done = to;
         at = to > from ? to : to + 1;
     }
-    snprintf(out + n, sizeof(out) - (size_t)n, "%s%s", text + done, found < 0 ? " takes too long" : "");
+    snprintf(out + n, sizeof(out) - (size_t)n, "%s%s", text + done,
+             found == -1 ? " takes too long"
+             : found < 0 ? " begins before its search"
+                         : "");
     pattern_free(pattern);
     return out;
 }
@@ -43,6 +46,7 @@ static void test_patterns(void) {
                  {"x*", "axb", "<>a<x><>b"},
                  {"(a|aa)+[^a]", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
                   "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa takes too long"},
+                 {"(?<=\\Ka)b|a", "abab", "<a>bab begins before its search"},
                  {"(a", "", "end pattern with unmatched parenthesis"}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
         CHECK(strcmp(pieces(cases[i].pattern, cases[i].text), cases[i].pieces) == 0, "%s in '%s': %s", cases[i].pattern,
@@ -156,6 +160,41 @@ static void test_tokenizer_json(void) {
     tokenizer_close(t);
 }
 
+// Patterns of a hostile file. With \K a match begins before its search: one pattern alone, and two in a row, which made
+// more tokens than the text has bytes. Searches that each take long end together, and one alone ends too.
+static void test_hostile_patterns(void) {
+#define SPLIT(regex, behavior, invert)                                                                                 \
+    "{\"type\":\"Split\",\"pattern\":{\"Regex\":\"" regex "\"},\"behavior\":\"" behavior "\",\"invert\":" invert "}"
+    static char many[1001], blocks[50001];
+    memset(many, 'a', 1000);
+    for (int i = 0; i < 50000; i++) blocks[i] = i % 700 ? 'a' : 'd';
+    static const struct {
+        const char *splits, *text, *says;
+    } cases[] = {
+        {SPLIT("(?<=\\\\Ka)b|a", "Isolated", "false"), "abab", "matches text before"},
+        {SPLIT("(?<=\\\\Ka)b|a", "Removed", "true") "," SPLIT("[^x]+", "Isolated", "false"), "abab",
+         "matches text before"},
+        {SPLIT("a*a*a*[bc]|.", "Isolated", "false"), many, "takes too long"},
+        {SPLIT("a*a*[bc]|.", "Isolated", "false"), blocks, "takes too long"},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        char* head = host_format(
+            "\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":[%s,{\"type\":\"ByteLevel\","
+            "\"add_prefix_space\":false,\"use_regex\":false}]}",
+            cases[i].splits);
+        Tokenizer* t = tokenizer_open(json("k.json", head, ADDED, "\"BPE\"", "{" VOCAB "}", MERGES));
+        static int32_t ids[50000];
+        const double began = host_seconds();
+        CHECK(tokenizer_encode(t, cases[i].text, ids, (int64_t)strlen(cases[i].text)) == -1 &&
+                  strstr(tokenizer_why(t), cases[i].says),
+              "case %zu: %s", i, tokenizer_why(t));
+        // The limit is 5 s, and one search more.
+        CHECK(host_seconds() - began < 20, "case %zu: %.1f s", i, host_seconds() - began);
+        tokenizer_close(t);
+        free(head);
+    }
+}
+
 // These tokenizers open and decode, but refuse text and name the unsupported feature.
 static void test_not_encoded(void) {
     const char* bpe = "\"BPE\"";
@@ -164,19 +203,24 @@ static void test_not_encoded(void) {
                                            "a\",0],[\"<0xFF>\",0],[\"</s>\",0]]";
     const struct {
         const char *head, *added, *model, *vocab, *merges, *says;
-    } cases[] = {{"\"decoder\":{\"type\":\"Metaspace\"}", "", "\"Unigram\"", pieces_vocab, "", "model Unigram"},
-                 {HEAD, ADDED, "\"BPE\",\"byte_fallback\":true", vocab, MERGES, "byte_fallback"},
-                 {HEAD, ADDED, "\"BPE\",\"dropout\":0.1", vocab, MERGES, "dropout"},
-                 {HEAD, ADDED, "\"BPE\",\"end_of_word_suffix\":\"</w>\"", vocab, MERGES, "end_of_word_suffix"},
-                 {"\"normalizer\":{\"type\":\"Lowercase\"}", ADDED, bpe, vocab, MERGES, "normalizer Lowercase"},
-                 {"\"pre_tokenizer\":null", ADDED, bpe, vocab, MERGES, "pre_tokenizer none"},
-                 {"\"pre_tokenizer\":{\"type\":\"Whitespace\"}", ADDED, bpe, vocab, MERGES, "pre_tokenizer Whitespace"},
-                 {"\"pre_tokenizer\":{\"type\":\"ByteLevel\"}", ADDED, bpe, vocab, MERGES, "add_prefix_space"},
-                 {"\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"(a\"},\"behavior\":\"Isolated\"}",
-                  ADDED, bpe, vocab, MERGES, "the pattern '(a'"},
-                 {HEAD, "{\"id\":14,\"content\":\"</s>\",\"lstrip\":true}", bpe, vocab, MERGES, "'</s>' with lstrip"},
-                 {HEAD, ADDED, bpe, vocab, "\"b c\",\"a x\"", "merge 1, 'a' and 'x'"},
-                 {HEAD, ADDED, bpe, vocab, "\"bc\"", "merge 0,"}};
+    } cases[] = {
+        {"\"decoder\":{\"type\":\"Metaspace\"}", "", "\"Unigram\"", pieces_vocab, "", "model Unigram"},
+        // Byte tokens and spaces may be added tokens too; the last of the three is no token of the model.
+        {"\"normalizer\":null",
+         ADDED ",{\"id\":17,\"content\":\"<0x0A>\",\"special\":true},{\"id\":18,\"content\":\"\\u2581\"},"
+               "{\"id\":19,\"content\":\"<0x20>\"}",
+         "\"BPE\",\"byte_fallback\":true", "{" VOCAB ",\"<0x0A>\":17,\"\\u2581\":18}", MERGES, "byte_fallback"},
+        {HEAD, ADDED, "\"BPE\",\"dropout\":0.1", vocab, MERGES, "dropout"},
+        {HEAD, ADDED, "\"BPE\",\"end_of_word_suffix\":\"</w>\"", vocab, MERGES, "end_of_word_suffix"},
+        {"\"normalizer\":{\"type\":\"Lowercase\"}", ADDED, bpe, vocab, MERGES, "normalizer Lowercase"},
+        {"\"pre_tokenizer\":null", ADDED, bpe, vocab, MERGES, "pre_tokenizer none"},
+        {"\"pre_tokenizer\":{\"type\":\"Whitespace\"}", ADDED, bpe, vocab, MERGES, "pre_tokenizer Whitespace"},
+        {"\"pre_tokenizer\":{\"type\":\"ByteLevel\"}", ADDED, bpe, vocab, MERGES, "add_prefix_space"},
+        {"\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"(a\"},\"behavior\":\"Isolated\"}", ADDED, bpe,
+         vocab, MERGES, "the pattern '(a'"},
+        {HEAD, "{\"id\":14,\"content\":\"</s>\",\"lstrip\":true}", bpe, vocab, MERGES, "'</s>' with lstrip"},
+        {HEAD, ADDED, bpe, vocab, "\"b c\",\"a x\"", "merge 1, 'a' and 'x'"},
+        {HEAD, ADDED, bpe, vocab, "\"bc\"", "merge 0,"}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         Tokenizer* t = tokenizer_open(
             json("no.json", cases[i].head, cases[i].added, cases[i].model, cases[i].vocab, cases[i].merges));
@@ -185,6 +229,7 @@ static void test_not_encoded(void) {
                   strstr(tokenizer_why(t), "no.json"),
               "%s: %s", cases[i].says, tokenizer_why(t));
         CHECK(tokenizer_encode(t, "", ids, 4) == 0, "nothing is encoded with any tokenizer");
+        if (i == 1) CHECK(decodes(t, 17, "\n") && decodes(t, 18, " ") && decodes(t, 19, "<0x20>"), "byte_fallback");
         if (i == 0) CHECK(decodes(t, 0, " a") && decodes(t, 1, "\xff") && decodes(t, 2, ""), "pieces");
         tokenizer_close(t);
     }
@@ -269,6 +314,7 @@ int main(void) {
     if (has_oniguruma()) {
         RUN(test_patterns);
         RUN(test_tokenizer_json);
+        RUN(test_hostile_patterns);
         RUN(test_not_encoded);
         RUN(test_beside);
     } else {

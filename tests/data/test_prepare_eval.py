@@ -45,7 +45,7 @@ def read(path):
     """(bytes per word, [(label, context, [ending, ...])]); checks every field."""
     data = pathlib.Path(path).read_bytes()
     magic, version, count, longest = struct.unpack_from("<4i", data)
-    assert version == 1 and data[16:1024] == bytes(1008)
+    assert version == 1 and data[20:1024] == bytes(1004)
     width = {20240522: 2, 20240802: 4}[magic]
     at, sizes, examples = 1024, [], []
 

@@ -140,15 +140,21 @@ class HuggingFace(Prepare):
         self.assertTrue(outputs[0] == outputs[1] == outputs[2])
 
     def test_sentencepiece_like(self):
+        """Byte tokens are bytes, as added tokens too."""
+        for added in ([], ["<0x0A>"]):
+            self.check_pieces(added)
+
+    def check_pieces(self, added):
         vocab = {"</s>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4} | {f"<0x{i:02X}>": 5 + i for i in range(256)}
         t = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("▁", "a")], byte_fallback=True))
         t.normalizer = tokenizers.normalizers.Replace(" ", "▁")
         d = tokenizers.decoders
         t.decoder = d.Sequence([d.Replace("▁", " "), d.ByteFallback(), d.Fuse()])
+        t.add_special_tokens(added)
         path = os.path.join(self.folder, "sp.json")
         t.save(path)
         text = "ab a é\n"
-        self.run_it(self.write("a.txt", text.encode()), "--val-fraction", "0", "--tokenizer", f"tokenizers:{path}")
+        self.run_it(self.write("a.txt", text.encode()), "--val-fraction", "0", "--overwrite", "--tokenizer", f"tokenizers:{path}")
         table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
         tokens = self.tokens("train")
         self.assertEqual(tokens[0], eot)

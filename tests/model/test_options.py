@@ -356,10 +356,22 @@ class TokenizerBesideShards(Case):
 
     def test_it_is_not_there(self):
         self.beside.rename(self.dir / "data/other_tokenizer.bin")
-        self.assertIn("\ntokenizer  bytes, 257 tokens\n", self.check("", 50257).stdout)
+        self.assertIn("\ntokenizer  none: ids go beyond 256\n", self.check("", 50257).stdout)
         self.assertRegex(self.call(command(dry_run=True, train=None)).stdout, r"  vocab 257\b")
         shutil.copy(self.dir / "data/text_train_000000.bin", self.dir / "data/texts.bin")
         self.check("", 50257, train="data/texts.bin")
+
+    def test_a_set_that_is_not_whole(self):
+        """prepare_text.py puts the table in place last: other files of the tokenizer show that it was stopped before."""
+        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
+        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
+                       capture_output=True)
+        options, table = dict(train="made/text_train_*.bin", out="run"), self.dir / "made/text_tokenizer.bin"
+        table.rename(self.dir / "made/text_tokenizer.bin.tmp")
+        self.refused(1, "text_tokenizer.json is there, but not made/text_tokenizer.bin", "incomplete", **options)
+        (self.dir / "made/text_tokenizer.json").unlink()
+        self.refused(1, "text_tokenizer.bin.tmp is there, but not", **options)
+        self.train(steps=1, **options, tokenizer="made/text_tokenizer.bin.tmp")
 
     def test_files_beside_it(self):
         """Files next to a tokenizer are copied into checkpoints; a dot in a folder begins no suffix, an empty file is refused."""
@@ -563,10 +575,24 @@ class Reports(Case):
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
     def test_output_that_is_lost(self):
-        for args in ("--help", "--version", "--dry-run"):
+        self.train(steps=1, vocab=257, out="run")
+        # A flush before the end takes the error with it, so its reason is not always known.
+        step, val = self.dir / "run/step_00000001", self.val_glob
+        for args in (["--help"], ["--version"], ["--dry-run"], ["--evaluate", step, "--val", val], ["--sample", step],
+                     command(train=self.train_glob, steps=1)[1:]):
             with open("/dev/full", "w") as full:
-                done = subprocess.run([PROGRAM, args], stdout=full, stderr=subprocess.PIPE, text=True)
-            self.assertEqual((done.returncode, done.stderr.count("cannot write the output: No space left")), (1, 1), args)
+                done = subprocess.run([PROGRAM, *args], stdout=full, stderr=subprocess.PIPE, text=True)
+            self.assertEqual((done.returncode, done.stderr.count("error: cannot write the output: ")), (1, 1), args)
+        with open("/dev/full", "w") as full:  # the log has it all
+            done = subprocess.run(command(train=self.train_glob, steps=1, out=self.dir / "log"), stdout=full)
+        self.assertEqual(done.returncode, 0)
+
+    def test_a_file_of_both_sets(self):
+        done = self.train(steps=1, val=self.data / "*train_000001.bin")
+        self.assertRegex(done.stderr, r"^train_moe: warning: --train includes \S+/text_train_000001.bin of --val: ")
+        (self.dir / "other_val_000000.bin").symlink_to(self.data / "text_train_000001.bin")
+        self.assertIn("--train includes other_val_000000.bin", self.train(steps=1, val="other_val_*.bin").stderr)
+        self.assertEqual(self.train(steps=1, val=self.val_glob).stderr, "")
 
     def test_version(self):
         build = r"CUDA \d+\.\d+ build in bf16" if "/cuda/" in PROGRAM else "CPU build in float(32|64)"
