@@ -218,9 +218,9 @@ def prepare(args):
     write_file(args.out, written, width, crc_of(tokenizer))
 
     counts = Counter(len(endings) for _, endings, _ in examples)
-    script.say(f"{args.out}: {len(written)} examples as uint{8 * width}, endings: "
-               + ", ".join(f"{n} in {count}" for n, count in sorted(counts.items()))
-               + f"; the longest has {most} tokens with its longest ending; vocabulary {tokenizer.vocab}")
+    print(f"{args.out}: {len(written)} examples as uint{8 * width}, endings: "
+          + ", ".join(f"{n} in {count}" for n, count in sorted(counts.items()))
+          + f"; the longest has {most} tokens with its longest ending; vocabulary {tokenizer.vocab}")
 
 
 def main(arguments=None):

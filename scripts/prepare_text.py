@@ -413,12 +413,12 @@ def prepare(args):
         print(f"prepare_text.py: warning: {shown(like_records)} was taken as text, but begins as JSON records do; files of them are "
               "named .jsonl", file=sys.stderr)
     for split, writer in writers.items():
-        script.say(f"{split + ':':6} {writer.summary()}")
+        print(f"{split + ':':6} {writer.summary()}")
     escaped = glob.escape(prefix).replace("\\", r"[\\]")  # for glob(3), which has escapes, and for Python
     options = ["--train", f"{escaped}_train_[0-9]*.bin"]
     if writers["val"].tokens:
         options += ["--val", f"{escaped}_val_[0-9]*.bin"]
-    script.say("use:  ", *map(quoted, options))
+    print("use:  ", *map(quoted, options))
 
 
 def quoted(word):

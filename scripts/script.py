@@ -69,15 +69,6 @@ def remove(path):
             os.remove(path)
 
 
-def say(*words):
-    """Prints a line. That a disk behind stdout is full is not the fault of another file."""
-    try:
-        print(*words, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes at its end
-        raise Failure(f"stdout: {error.strerror}") from error
-
-
 @contextlib.contextmanager
 def undisturbed():
     """Signals that come meanwhile do nothing."""

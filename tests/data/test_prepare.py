@@ -344,7 +344,7 @@ class Refused(Prepare):
         with open("/dev/full", "w") as full:
             done = subprocess.run([sys.executable, os.path.join(SCRIPTS, "prepare_text.py"), a, "--out", self.out], stdout=full,
                                   stderr=subprocess.PIPE, timeout=60, text=True)
-        self.assertEqual((done.returncode, done.stderr), (1, "prepare_text.py: error: stdout: No space left on device\n"))
+        self.assertEqual((done.returncode, done.stderr), (1, "prepare_text.py: error: standard output: No space left on device\n"))
         self.assertIn("text_tokenizer.bin", os.listdir(self.out))
 
     def test_file_systems_without_fsync_or_locks(self):

@@ -200,7 +200,7 @@ class Bytes(Case):
         with open("/dev/full", "w") as full:
             done = subprocess.run([sys.executable, SCRIPT, self.write(PLAIN), "--out", self.out], stdout=full,
                                   stderr=subprocess.PIPE, text=True)
-        self.assertEqual((done.returncode, done.stderr), (1, "prepare_eval.py: error: stdout: No space left on device\n"))
+        self.assertEqual((done.returncode, done.stderr), (1, "prepare_eval.py: error: standard output: No space left on device\n"))
         self.assertEqual(len(read(self.out)[1]), 1)
 
 
