@@ -148,9 +148,8 @@ char* shards_tokenizer(const char* pattern, const char* mark) {
         Path trace = path_of("%.*s%s", (int)(strlen(tokenizer) - strlen("bin")), tokenizer, traces[i]);
         if (access(trace.text, F_OK) == 0)
             die(EXIT_FAILED,
-                "%s is there, but not %s, which scripts/prepare_text.py writes last: the shards may be incomplete; "
-                "copy "
-                "or prepare them again, or name the tokenizer by --tokenizer",
+                "%s is there, but not %s, which scripts/prepare_text.py writes last: the shards may be incomplete. "
+                "Copy or prepare them again, or name the tokenizer by --tokenizer",
                 trace.text, tokenizer);
     }
     free(tokenizer);

@@ -22,7 +22,6 @@ from script import Failure
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -119,7 +118,8 @@ class TensorBoard:
             return
         self.locks[name] = file = self.stack.enter_context(open(source, "a+b"))
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if why := script.lock(file):
+                warn(f"{source} cannot be locked ({why}): another log_to.py would not be noticed")
         except BlockingIOError as error:
             raise Failure(f"{folder}: another log_to.py writes there; wait for its end") from error
         file.seek(0)

@@ -32,8 +32,6 @@ import concurrent.futures
 import contextlib
 import ctypes
 import datetime
-import errno
-import fcntl
 import glob
 import hashlib
 import multiprocessing
@@ -193,32 +191,18 @@ def header_bytes(*fields):
     return struct.pack("<256I", *fields, *[0] * (256 - len(fields)))
 
 
-NOT_OFFERED = errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK  # by some network and FUSE file systems
-
-
 def sync(path):
     """Writes a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not os.path.isdir(path) or error.errno not in NOT_OFFERED:
+        if not os.path.isdir(path) or error.errno not in script.NOT_OFFERED:
             raise
         print(f"prepare_text.py: warning: {path}: the names in this folder cannot be flushed to the disk ({error.strerror}): "
               "after a power cut some may be missing", file=sys.stderr)
     finally:
         os.close(descriptor)
-
-
-def lock(file):
-    """Locks a file, which another run may have locked (BlockingIOError). Returns why the file system has no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in NOT_OFFERED:
-            raise
-        return error.strerror
-    return None
 
 
 class NewFiles:
@@ -232,7 +216,7 @@ class NewFiles:
         file = open(name + ".tmp", "xb")  # never an existing file, nor the target of a link
         script.unfinished.append(file.name)
         self.files.append((name, file))
-        if (why := lock(file)) and len(self.files) == 1:
+        if (why := script.lock(file)) and len(self.files) == 1:
             print(f"prepare_text.py: warning: {file.name} cannot be locked ({why}): another run of this --name would not be "
                   "noticed", file=sys.stderr)
         return file
@@ -327,7 +311,7 @@ def remove_left(temporary):
             raise Failure(f"{path} is in the way: a link or a folder, not a file that a killed run left; remove it")
         with open(path, "r+b") as file:
             try:
-                lock(file)
+                script.lock(file)
             except BlockingIOError as error:
                 raise Failure(f"{path}: another run is writing files of this name; wait for its end, or choose another "
                               "--name") from error

@@ -35,7 +35,11 @@ for number in SIGNALS:
         signal.signal(number, end)
 
 import contextlib  # noqa: E402
+import errno  # noqa: E402
+import fcntl  # noqa: E402
 import pathlib  # noqa: E402
+
+NOT_OFFERED = errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK  # by some network and FUSE file systems
 
 
 class Output(io.FileIO):
@@ -67,6 +71,17 @@ def remove(path):
             shutil.rmtree(path)
         else:
             os.remove(path)
+
+
+def lock(file):
+    """Locks a file, which another run may have locked (BlockingIOError). Returns why the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NOT_OFFERED:
+            raise
+        return error.strerror
+    return None
 
 
 @contextlib.contextmanager

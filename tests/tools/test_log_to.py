@@ -3,6 +3,8 @@
 TensorBoard's own reader reads the first; the second is read from the bytes of W&B's file. Each needs its package.
 """
 import contextlib
+import errno
+import fcntl
 import io
 import json
 import os
@@ -233,6 +235,14 @@ class TensorBoard(Case):
         (self.dir / "board2").mkdir()
         self.run_script(run, "--tensorboard", "link")
         self.assert_scalars(self.read("board2/run"), steps(1, 3))
+
+    def test_a_file_system_without_locks(self):
+        """Some network file systems have no locks: a warning, and the steps are sent."""
+        error = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        with mock.patch.object(fcntl, "flock", side_effect=error):
+            _, said = self.run_script(self.log("run", steps(1, 6)), "--tensorboard", "board")
+        self.assertIn("board/run/log_to.source cannot be locked (No locks available): another log_to.py would not be noticed", said)
+        self.assert_scalars(self.read("board/run"), steps(1, 6))
 
     def test_follow(self):
         """New steps of a live run go to the same file; a run that begins later is followed too, and all of them end."""
