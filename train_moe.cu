@@ -452,8 +452,8 @@ int main(int argc, char** argv) {
 
     // Lost output is an error here; a training run with --out has its log. An earlier flush may have lost it: then this
     // one succeeds, and its errno is gone.
-    const int lost = fflush(stdout) != 0 ? errno : ferror(stdout) ? EIO : 0;
-    if (lost && !(trains && *s->out)) die(EXIT_FAILED, "cannot write the output: %s", strerror(lost));
+    const char* lost = fflush(stdout) != 0 ? strerror(errno) : ferror(stdout) ? "a full disk or a closed pipe" : NULL;
+    if (lost && !(trains && *s->out)) die(EXIT_FAILED, "cannot write the output: %s", lost);
 
     settings_free(&r.settings);
     watch_stop();

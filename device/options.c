@@ -96,7 +96,7 @@ static int distance(const char* a, const char* b) {
 
 // Names of nanoGPT, llm.c, transformers, Megatron-LM, torchtitan and LitGPT, and what replaces them.
 static const char* const others[][2] = {
-    {"model", "config|model-name"},
+    {"model", "config|model-name|preset"},
     {"layers", "num-layers|n-layer|num-hidden-layers|depth"},
     {"dim", "hidden-size|n-embd|d-model"},
     {"heads", "n-head|num-heads|num-attention-heads"},
@@ -106,6 +106,9 @@ static const char* const others[][2] = {
     {"top-k", "moe-router-topk|num-experts-per-tok"},
     {"init", "init-from|pretrained|finetune|load"},
     {"sample", "generate"},
+    {"sample-tokens", "max-new-tokens"},
+    {"vocab", "vocab-size"},
+    {"optimizer", "optim"},
     {"train", "data|data-path|data-dir|dataset|train-data|input-bin"},
     {"val", "valid|valid-data|val-data|input-val-bin"},
     {"seq-len", "context|context-length|ctx-len|block-size|sequence-length|max-length"},
@@ -126,7 +129,7 @@ static const char* const others[][2] = {
     {"beta1", "adam-beta1"},
     {"beta2", "adam-beta2"},
     {"clip", "grad-clip|clip-grad|max-grad-norm|gradient-clipping"},
-    {"ep", "expert-parallel-size|expert-model-parallel-size|expert-parallel-degree"},
+    {"ep", "expert-parallel|expert-parallel-size|expert-model-parallel-size|expert-parallel-degree"},
     {"shard", "fsdp|zero-stage"},
     {"precision", "dtype|bf16|fp8|mixed-precision"},
     {"recompute", "gradient-checkpointing|activation-checkpointing|recompute-activations"},

@@ -149,7 +149,9 @@ static char* what_fits(const Settings* s, int rank, size_t available, Backend bu
     other.moments = 1;  // bf16, for all of a run
     if (!*list && !s->resume && !*s->sample && !*s->evaluate) add_fitting(&list, other, 0, s, rank, available, build);
     if (!*list)
-        host_append(&list, "; no --batch, --recompute or --shard makes it fit: use a smaller model, %s or more ranks",
+        host_append(&list,
+                    "; no --batch, --recompute or --shard makes it fit: use a smaller model, %s, or more ranks with "
+                    "--shard weights",
                     *s->sample ? "--sample-tokens, --seq-len" : "--seq-len");
     return list;
 }

@@ -206,8 +206,8 @@ static void balance(Model* m) {
     const int64_t first = m->config.dense_layers * E;
     real* bias = m->bias + first;
     if (m->margins)
-        balance_quantile(bias, m->margins + first * MARGIN_BINS, blocks, (int32_t)E, (int32_t)m->config.K,
-                         (int32_t)m->config.groups, m->state, m->ctx);
+        balance_quantile(bias, m->margins + first * MARGIN_BINS, blocks, (int32_t)E, (int32_t)m->config.K, m->state,
+                         m->ctx);
     if (s->balance == BALANCE_DEEPSEEK)
         balance_sign(bias, m->load + first, blocks, (int32_t)E, (float)s->bias_rate, m->state, m->ctx);
 }

@@ -3,34 +3,22 @@
 #include "layers/adamw.h"
 #include "moe/router_cpu.h"
 
-// The smallest s + bias that selects each expert, of one token (moe/balance.h): margin = threshold - (s + bias).
-static void thresholds(float* threshold, const real* compared, const int32_t* selected, RouterShape s) {
+// The margins of one token (moe/balance.h), from compared = s + bias.
+static void token_margins(float* margin, const real* compared, const int32_t* selected, RouterShape s) {
     const int32_t size = s.E / s.groups;
     char taken[ROUTER_MOST_EXPERTS] = {0}, inside[ROUTER_MOST_EXPERTS];
-    real score[ROUTER_MOST_EXPERTS];
+    real score[ROUTER_MOST_EXPERTS], alpha = -INFINITY, beta = -INFINITY;
     best_groups(inside, score, compared, s);
 
-    // alpha and omega.
-    real best = -INFINITY, smallest = INFINITY, omega = INFINITY;
-    for (int32_t k = 0; k < s.K; k++) {
-        taken[selected[k]] = 1;
-        smallest = compared[selected[k]] < smallest ? compared[selected[k]] : smallest;
-    }
+    for (int32_t k = 0; k < s.K; k++) taken[selected[k]] = 1;
     for (int32_t e = 0; e < s.E; e++)
-        if (!taken[e] && inside[e / size] && compared[e] > best) best = compared[e];
+        if (!taken[e] && inside[e / size] && compared[e] > alpha) alpha = compared[e];
     for (int32_t g = 0; g < s.groups; g++)
-        if (inside[g] && score[g] < omega) omega = score[g];
-    const real alpha = best > -INFINITY ? best : smallest;
+        if (!inside[g] && score[g] > beta) beta = score[g];
 
-    // The threshold of an expert of another group also lifts that group to omega.
-    for (int32_t e = 0; e < s.E; e++) {
-        threshold[e] = (float)alpha;
-        if (inside[e / size]) continue;
-        real partner = group_of_pairs(s) ? -INFINITY : 0;
-        for (int32_t i = e / size * size; group_of_pairs(s) && i < (e / size + 1) * size; i++)
-            if (i != e && compared[i] > partner) partner = compared[i];
-        threshold[e] = fmaxf(threshold[e], (float)omega - (float)partner);
-    }
+    for (int32_t e = 0; e < s.E; e++)
+        margin[e] = fmaxf((float)alpha - (float)compared[e],
+                          ((float)beta - (float)score[e / size]) / (float)experts_in_score(s));
 }
 
 void balance_count(BalanceCounts counts, const real* scores, const int32_t* expert, const real* bias, RouterShape s,
@@ -40,11 +28,10 @@ void balance_count(BalanceCounts counts, const real* scores, const int32_t* expe
 
     for (int64_t n = 0; n < s.N; n++) {
         real compared[ROUTER_MOST_EXPERTS];
-        float threshold[ROUTER_MOST_EXPERTS];
+        float margin[ROUTER_MOST_EXPERTS];
         for (int64_t e = 0; e < s.E; e++) compared[e] = (float)scores[n * s.E + e] + (float)bias[e];
-        thresholds(threshold, compared, expert + n * s.K, s);
-        for (int64_t e = 0; e < s.E; e++)
-            counts.margins[margin_bin(threshold[e] - (float)compared[e]) * (int64_t)s.E + e]++;
+        token_margins(margin, compared, expert + n * s.K, s);
+        for (int64_t e = 0; e < s.E; e++) counts.margins[margin_bin(margin[e]) * (int64_t)s.E + e]++;
     }
 }
 
@@ -57,19 +44,18 @@ static double margin_quantile(const int64_t* margins, int64_t e, int64_t tokens,
     return margin_in_bin(bin, wanted, below, margins[bin * (int64_t)E + e]);
 }
 
-void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, int32_t groups,
-                      const StepState* state, Ctx* ctx) {
+void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
+                      Ctx* ctx) {
     for (int64_t l = 0; l < layers; l++, bias += E, margins += (int64_t)MARGIN_BINS * E) {
         // Every expert's histogram counts all tokens.
         int64_t tokens = 0;
         for (int64_t bin = 0; bin < MARGIN_BINS; bin++) tokens += margins[bin * E];
         if (!state->ok || tokens == 0) continue;
 
-        // Each bias rises by its quantile, with groups by half of it. Then their mean becomes 0.
-        const double rate = groups > 1 ? 0.5 : 1;
+        // Each bias rises by its quantile, then their mean becomes 0.
         double mean = 0;
         for (int32_t e = 0; e < E; e++)
-            mean += (double)(bias[e] += (real)(rate * margin_quantile(margins, e, tokens, E, K))) / E;
+            mean += (double)(bias[e] += (real)margin_quantile(margins, e, tokens, E, K)) / E;
         for (int32_t e = 0; e < E; e++) bias[e] -= (real)mean;
     }
 }

@@ -19,56 +19,39 @@ static __global__ void count_loads(unsigned long long* load, const int32_t* expe
         if (local_count[e]) atomicAdd(&load[e], (unsigned long long)local_count[e]);
 }
 
-// The smallest s + bias that selects each expert (moe/balance.h): threshold[j] = alpha, and for experts of groups that
-// the token did not select at least omega - partner. `mine`: 32 J floats of the warp in shared memory.
+// Of the groups: inside[j] is true if the token selected the group of expert j, and rise[j] = (beta - score) / W
+// (moe/balance.h). `mine`: 32 J floats of the warp in shared memory.
 template <int J>
-static __device__ __forceinline__ void thresholds(float (&threshold)[J], const float (&compared)[J],
-                                                  const bool (&taken)[J], float* mine, const RouterShape& s) {
+static __device__ __forceinline__ void look_at_groups(bool (&inside)[J], float (&rise)[J], const float (&compared)[J],
+                                                      float* mine, const RouterShape& s) {
     const int lane = threadIdx.x % 32, size = s.E / s.groups;
+#pragma unroll
+    for (int j = 0; j < J; j++) mine[lane + 32 * j] = compared[j];
+    __syncwarp();
+    uint32_t group[J];
+    float score[J], beta = -INFINITY;
+    best_groups(group, score, mine, s);
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (group[j] != 0) beta = fmaxf(beta, score[j]);
+    beta = warp_max(beta);
 
-    // lift[j] = omega - partner; -inf where the token selected the group.
-    float lift[J];
+    // Each lane writes what it knows of its groups, then reads that of its experts' groups.
+    __syncwarp();
 #pragma unroll
-    for (int j = 0; j < J; j++) lift[j] = -INFINITY;
-    if (s.groups > 1) {
+    for (int j = 0; j < J; j++)
+        if (lane + 32 * j < s.groups) mine[lane + 32 * j] = group[j] == 0 ? 1.0f : 0.0f;
+    __syncwarp();
 #pragma unroll
-        for (int j = 0; j < J; j++) mine[lane + 32 * j] = compared[j];
-        __syncwarp();
-        uint32_t group[J];
-        float best[J], second[J], omega = INFINITY;
-        best_groups(group, best, second, mine, s);
-        __syncwarp();
-        // The lanes of the groups write both candidates for the partner: the best expert, and the second for the best.
+    for (int j = 0; j < J; j++) inside[j] = lane + 32 * j < s.E && mine[(lane + 32 * j) / size] != 0;
+    __syncwarp();
 #pragma unroll
-        for (int j = 0; j < J; j++) {
-            const int g = lane + 32 * j;
-            if (g >= s.groups) continue;
-            const bool pairs = group_of_pairs(s);
-            if (group[j] == 0) omega = fminf(omega, pairs ? best[j] + second[j] : best[j]);
-            mine[g] = group[j] == 0 ? INFINITY : pairs ? best[j] : 0;
-            if (pairs) mine[s.groups + g] = second[j];
-        }
-        omega = -warp_max(-omega);
-        __syncwarp();
+    for (int j = 0; j < J; j++)
+        if (lane + 32 * j < s.groups) mine[lane + 32 * j] = (beta - score[j]) / (float)experts_in_score(s);
+    __syncwarp();
 #pragma unroll
-        for (int j = 0; j < J; j++) {
-            const int e = lane + 32 * j, g = e / size;
-            if (e >= s.E || mine[g] == INFINITY) continue;
-            lift[j] = omega - (group_of_pairs(s) && compared[j] >= mine[g] ? mine[s.groups + g] : mine[g]);
-        }
-    }
-
-    // alpha: the best expert that the token did not select in its groups, or the last one that it selected.
-    float best = -INFINITY, smallest = INFINITY;
-#pragma unroll
-    for (int j = 0; j < J; j++) {
-        if (taken[j]) smallest = fminf(smallest, compared[j]);
-        if (!taken[j] && lift[j] == -INFINITY) best = fmaxf(best, compared[j]);
-    }
-    best = warp_max(best);
-    smallest = -warp_max(-smallest);
-#pragma unroll
-    for (int j = 0; j < J; j++) threshold[j] = fmaxf(best > -INFINITY ? best : smallest, lift[j]);
+    for (int j = 0; j < J; j++)
+        if (lane + 32 * j < s.E) rise[j] = mine[(lane + 32 * j) / size];
 }
 
 // margins (MARGIN_BINS, E) += the margins of all tokens, one warp per token; lane l has experts l, l + 32, ... Integer
@@ -82,24 +65,34 @@ static __global__ void __launch_bounds__(256) count_margins(unsigned long long* 
     const int64_t n = blockIdx.x * (int64_t)8 + warp;
     if (n >= s.N) return;
 
-    // s + bias, and the experts that the token selected.
-    const int selected = lane < s.K ? expert[n * s.K + lane] : -1;
-    float compared[J], threshold[J];
-    bool taken[J];
+    // s + bias, and the groups.
+    float compared[J], rise[J];
+    bool inside[J];
 #pragma unroll
     for (int j = 0; j < J; j++) {
         const int e = lane + 32 * j;
         compared[j] = e < s.E ? scores[n * s.E + e] + bias[e] : -INFINITY;
-        taken[j] = false;
-        for (int k = 0; k < s.K; k++) taken[j] |= __shfl_sync(0xffffffffu, selected, k) == e;
+        inside[j] = true;
+        rise[j] = -INFINITY;
     }
-    thresholds(threshold, compared, taken, row_values[warp], s);
+    if (s.groups > 1) look_at_groups(inside, rise, compared, row_values[warp], s);
+
+    // alpha: the largest s + bias of the experts of the selected groups that the token did not select.
+    const int selected = lane < s.K ? expert[n * s.K + lane] : -1;
+    float alpha = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        bool taken = !inside[j];
+        for (int k = 0; k < s.K; k++) taken |= __shfl_sync(0xffffffffu, selected, k) == lane + 32 * j;
+        if (!taken) alpha = fmaxf(alpha, compared[j]);
+    }
+    alpha = warp_max(alpha);
 
     // One count per expert, in the bin of its margin.
 #pragma unroll
     for (int j = 0; j < J; j++) {
         const int64_t e = lane + 32 * j;
-        if (e < s.E) atomicAdd(&margins[margin_bin(threshold[j] - compared[j]) * (int64_t)s.E + e], 1ull);
+        if (e < s.E) atomicAdd(&margins[margin_bin(fmaxf(alpha - compared[j], rise[j])) * (int64_t)s.E + e], 1ull);
     }
 }
 
@@ -152,8 +145,7 @@ static __device__ double margin_quantile(const int64_t* margins, int e, int32_t 
 // One block per layer, one warp per expert at a time. Bound by the latency of its loads.
 enum { UPDATE_THREADS = 512 };
 static __global__ void __launch_bounds__(UPDATE_THREADS)
-    balance_quantile_kernel(float* bias, const int64_t* margins, int32_t E, int32_t K, double rate,
-                            const StepState* state) {
+    balance_quantile_kernel(float* bias, const int64_t* margins, int32_t E, int32_t K, const StepState* state) {
     wait_for_previous();
     __shared__ double raised[ROUTER_MOST_EXPERTS];
     const int lane = threadIdx.x % 32;
@@ -161,10 +153,10 @@ static __global__ void __launch_bounds__(UPDATE_THREADS)
     margins += blockIdx.x * (int64_t)MARGIN_BINS * E;
     if (!state->ok) return;
 
-    // Each bias rises by its quantile, with groups by half of it.
+    // Each bias rises by its quantile.
     for (int e = threadIdx.x / 32; e < E; e += UPDATE_THREADS / 32) {
         const double rise = margin_quantile(margins, e, E, K);
-        if (lane == 0) raised[e] = bias[e] + rate * rise;
+        if (lane == 0) raised[e] = bias[e] + rise;
     }
     __syncthreads();
 
@@ -176,10 +168,9 @@ static __global__ void __launch_bounds__(UPDATE_THREADS)
     for (int e = threadIdx.x; e < E; e += UPDATE_THREADS) bias[e] = (float)(raised[e] - mean);
 }
 
-void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, int32_t groups,
-                      const StepState* state, Ctx* ctx) {
-    launch_early(balance_quantile_kernel, (unsigned)layers, UPDATE_THREADS, 0, ctx, bias, margins, E, K,
-                 groups > 1 ? 0.5 : 1.0, state);
+void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
+                      Ctx* ctx) {
+    launch_early(balance_quantile_kernel, (unsigned)layers, UPDATE_THREADS, 0, ctx, bias, margins, E, K, state);
 }
 
 // One block per layer.

@@ -2,18 +2,15 @@
 // So the selection of a token depends on past steps and on the token itself, never on other tokens of its sequence. It
 // is causal, and the same in training and in inference.
 //
-// The margin of expert e for token n is how far s + bias is below the threshold at which the token selects the expert.
-// Selected experts have negative margins, the others positive ones; margins of ties are 0.
+// The margin of expert e for token n is negative if the token selects the expert, and positive if not (ties: 0). With
+// groups, an expert is selected if its group is, and if it is among the best of the selected groups:
 //
-//   margin_ne = alpha_n - (s_ne + bias_e)
-//   alpha_n   = the best s + bias among the experts that the token did not select, in the groups that it selected
+//   margin_ne = max(alpha_n - (s_ne + bias_e), (beta_n - score_ng) / W)
+//   alpha_n   = the best s + bias of the selected groups' experts that the token did not select
+//   beta_n    = the best score of the groups that it did not select;   score_ng: of the group of e (moe/router.h)
+//   W         = 2 if a group's score is the sum of two experts, else 1: if all its biases rise by r, it rises by W r
 //
-// If the token selected all experts of these groups, alpha_n is the smallest s + bias that it selected. Without groups
-// it is the (K+1)-th best. An expert of a group that the token did not select must also lift this group to omega_n, the
-// score of the worst selected group:
-//
-//   margin_ne  = max(alpha_n, omega_n - partner_ne) - (s_ne + bias_e)
-//   partner_ne = the best s + bias among the other experts of its group; 0 if a group's score is that of one expert
+// An alpha or beta that does not exist is -inf. Without groups beta does not, and alpha is the (K+1)-th best s + bias.
 //
 // A histogram has MARGIN_OCTAVES octaves of |margin| on each side of 0, and in the middle one bin for smaller margins.
 // An octave has MARGIN_SPLIT bins of equal width. So the relative precision is the same for sigmoid scores and for
@@ -49,10 +46,9 @@ void balance_count(BalanceCounts counts, const real* scores, const int32_t* expe
 //
 // Quantile balancing (J. Su, kexue.fm 11619; Kimi K3 technical report, section 2.3.3 and appendix D):
 //   bias_e += the K/E quantile of margin_.e, interpolated in its bin;   then bias -= mean_e bias
-// With the new bias and the same threshold, a fraction K/E of the tokens would select expert e. With groups > 1 a bias
-// moves by half of the quantile: two experts lift their group together, and whole quantiles would overshoot.
-void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, int32_t groups,
-                      const StepState* state, Ctx* ctx);
+// With the new bias and the same alpha and beta, a fraction K/E of the tokens would select expert e.
+void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
+                      Ctx* ctx);
 
 // Auxiliary-loss-free balancing (arXiv 2408.15664; DeepSeek-V3, section 2.1.2):
 //   bias_e += rate * sign(mean load - load_e)

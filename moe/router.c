@@ -41,7 +41,7 @@ void best_groups(char* selected, real* score, const real* compared, RouterShape 
                 second = compared[e];
             }
         }
-        score[g] = group_of_pairs(s) ? best + second : best;
+        score[g] = experts_in_score(s) == 2 ? best + second : best;
         selected[g] = 0;
     }
     for (int32_t i = 0; i < s.top_groups; i++) take_best(score, selected, s.groups);

@@ -53,8 +53,8 @@ template <int J>
 static __device__ __forceinline__ void limit_to_groups(uint32_t (&value)[J], float* compared, const RouterShape& s) {
     const int lane = threadIdx.x % 32, size = s.E / s.groups;
     uint32_t group[J];
-    float best[J], second[J];
-    best_groups(group, best, second, compared, s);
+    float score[J];
+    best_groups(group, score, compared, s);
 
     // Each lane looks up the groups of its experts.
     __syncwarp();

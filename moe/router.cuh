@@ -41,28 +41,29 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     return taken;
 }
 
-// The groups of a token from `compared`, its s + bias in shared memory. Lane l has groups l, l + 32, ...: their two
-// best experts, and `group`, which is 0 for the top_groups best groups (selected) and for groups that do not exist.
+// The groups of a token from `compared`, its s + bias in shared memory. Lane l has groups l, l + 32, ...: their scores,
+// and `group`, which is 0 for the top_groups best groups (selected) and for groups that do not exist.
 template <int J>
-static __device__ __forceinline__ void best_groups(uint32_t (&group)[J], float (&best)[J], float (&second)[J],
-                                                   const float* compared, const RouterShape& s) {
+static __device__ __forceinline__ void best_groups(uint32_t (&group)[J], float (&score)[J], const float* compared,
+                                                   const RouterShape& s) {
     const int lane = threadIdx.x % 32, size = s.E / s.groups;
 #pragma unroll
     for (int j = 0; j < J; j++) {
         const int g = lane + 32 * j;
         group[j] = 0;
-        best[j] = second[j] = -INFINITY;
         if (g >= s.groups) continue;
+        float best = -INFINITY, second = -INFINITY;
         for (int i = 0; i < size; i++) {
             const float x = compared[g * size + (i + lane) % size];  // lanes start apart: no bank conflicts
-            if (x > best[j]) {
-                second[j] = best[j];
-                best[j] = x;
-            } else if (x > second[j]) {
-                second[j] = x;
+            if (x > best) {
+                second = best;
+                best = x;
+            } else if (x > second) {
+                second = x;
             }
         }
-        group[j] = ordered(group_of_pairs(s) ? best[j] + second[j] : best[j]);
+        score[j] = experts_in_score(s) == 2 ? best + second : best;
+        group[j] = ordered(score[j]);
     }
     for (int i = 0; i < s.top_groups; i++) take_best<J>(group);
 }

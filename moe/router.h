@@ -34,8 +34,10 @@ typedef struct RouterShape {
     int32_t force_balance;       // 1: expert k of token n is (n K + k) % E, whatever the scores
 } RouterShape;
 
-// 1 if the score of a group is the sum of its two largest s + bias, 0 if it is the largest one.
-static inline BOTH_SIDES int group_of_pairs(RouterShape s) { return s.score == SCORE_SIGMOID && s.E > s.groups; }
+// The number of its largest s + bias whose sum is a group's score.
+static inline BOTH_SIDES int experts_in_score(RouterShape s) {
+    return s.score == SCORE_SIGMOID && s.E > s.groups ? 2 : 1;
+}
 
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
                     RouterShape shape, Ctx* ctx);

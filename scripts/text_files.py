@@ -3,7 +3,7 @@
 A plain file is one document, or several with a separator between them. In .jsonl (or .ndjson), .json and .parquet
 each record is one. All but .parquet may be compressed: .gz, .xz, .zst. Documents are yielded a few MiB at a time, so
 they need not fit into memory. Exceptions are a line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
-A .json has records as a .jsonl does; one whose first line is no object is refused, or taken as text on request.
+A .json has records as a .jsonl does; one whose first two lines are no objects is refused, or taken as text on request.
 
 A plain file is text if it has no NUL byte and at most one byte in a thousand of the part read is not UTF-8. Such
 bytes are counted, and so are halves of surrogate pairs in a .jsonl. A plain file of a folder that is not text is left
@@ -374,14 +374,18 @@ class Text:
     def json_file(self, path):
         """A .json has records as a .jsonl does, or it is one value of many lines."""
         lines = self.lines(path)
-        first = list(itertools.islice(lines, 1))
-        try:
-            for _, line in first:
+        first, bad = list(itertools.islice(lines, 2)), None  # one of them may be a bad record
+        for _, line in first:
+            try:
                 object_of(line)
-        except BadRecord as error:
-            raise NotText(f"{path}: its first line is {error}; records are JSON objects, one a line, as jq -c writes them; "
-                          "--json-as-text takes the file as text",
-                          "JSON that is not one object a line; --json-as-text takes it as text") from error
+                break
+            except BadRecord as error:
+                bad = bad or error
+        else:
+            if bad:
+                raise NotText(f"{path}: its first line is {bad}; records are JSON objects, one a line: jq -c '.[]' makes them of an "
+                              "array; --json-as-text takes the file as text",
+                              "JSON that is not one object a line; --json-as-text takes it as text") from bad
         yield from self.records(itertools.chain(first, lines), self.text_of_line)
 
     def begins_as_record(self, text):

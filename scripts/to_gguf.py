@@ -70,7 +70,10 @@ def read_rope(config, path):
 
 def read_config(path):
     """config.json, with what absent keys mean: they are read as by --init."""
-    config = {key: value for key, value in read_json(path).items() if value is not None}
+    config = read_json(path)
+    if config.get("eos_token_id", 0) is None:
+        raise Failure(f"{path}: eos_token_id is null: the model was trained without a tokenizer, and a GGUF has one")
+    config = {key: value for key, value in config.items() if value is not None}
     kind = config["model_type"] = kind_of(config, path)
     v3 = kind == "deepseek_v3" or config.get("scoring_func") == "sigmoid"
     config = {"q_lora_rank": None, "n_shared_experts": 0, "scoring_func": "sigmoid" if v3 else "softmax", "norm_topk_prob": v3,

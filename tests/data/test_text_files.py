@@ -115,7 +115,7 @@ class Formats(Prepare):
         self.assertEqual(self.read(self.write("c.jsonl", lines_of(["a|b"])), "--split-on", "|"), ["a|b"])
 
     def test_json(self):
-        """A .json is records if its first line is an object."""
+        """A .json is records if one of its first two lines is an object."""
         data = lines_of(TEXTS)
         for name, packed in (("a.json", data), ("b.json.gz", gzip.compress(data)), ("c.JSON.xz", lzma.compress(data))):
             self.assertEqual(self.read(self.write(f"d/{name}", packed)), TEXTS)
@@ -124,13 +124,17 @@ class Formats(Prepare):
             os.remove(os.path.join(self.folder, "d/d.json.zst"))
         d = os.path.join(self.folder, "d")
         self.assertEqual(self.read(d, "--glob", "*.json"), TEXTS * 3)
+        # A bad first line is left out as in a .jsonl.
+        bad = self.write("bad.json", b"{not json\n" + data)
+        self.assertEqual(self.read(bad), TEXTS)
+        self.assertIn(f"1 records left out (the first: {bad}: line 1: not JSON", self.run_it(bad, "--overwrite"))
         # Other JSON is not taken for text without a word.
         whole = {"array.json": b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "object.json": b'{\n "text": "a"\n}\n',
                  "line.json": b'[{"text": "a"}]', "word.json": b"word"}
         for name, data in whole.items():
             path = self.write(f"d/{name}", data)
             self.fails(path, "--overwrite", says=f"error: {path}: its first line is not ")
-            self.fails(path, "--overwrite", says="JSON objects, one a line, as jq -c writes them; --json-as-text takes the file as text")
+            self.fails(path, "--overwrite", says="JSON objects, one a line: jq -c '.[]' makes them of an array; --json-as-text takes the file as text")
             self.assertEqual(self.read(path, "--json-as-text"), [data.decode()])
         self.write("d/settings.json", b'{"name": "no record"}')
         printed = self.run_it(d, "--glob", "*.json", "--val-fraction", "0", "--overwrite")

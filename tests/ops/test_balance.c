@@ -56,11 +56,10 @@ static float* oracle_margins(const Router* r) {
     float* margins = host_alloc(s.N * s.E * sizeof(float));
     int64_t wrong = 0;
     for (int64_t n = 0; n < s.N; n++) {
-        double value[ROUTER_MOST_EXPERTS], score[ROUTER_MOST_EXPERTS], others[ROUTER_MOST_EXPERTS],
-            chosen[ROUTER_MOST_CHOICES];
+        double value[ROUTER_MOST_EXPERTS], score[ROUTER_MOST_EXPERTS], others[ROUTER_MOST_EXPERTS];
         char taken[ROUTER_MOST_EXPERTS] = {0}, inside[ROUTER_MOST_EXPERTS];
         for (int32_t e = 0; e < s.E; e++) value[e] = (double)((float)r->scores[n * s.E + e] + (float)r->bias[e]);
-        for (int32_t k = 0; k < s.K; k++) taken[r->expert[n * s.K + k]] = 1, chosen[k] = value[r->expert[n * s.K + k]];
+        for (int32_t k = 0; k < s.K; k++) taken[r->expert[n * s.K + k]] = 1;
 
         // A group is selected if fewer than top_groups are better, or equal with a lower index.
         for (int32_t g = 0; g < s.groups; g++) score[g] = oracle_group(value + g * size, s);
@@ -69,23 +68,19 @@ static float* oracle_margins(const Router* r) {
             for (int32_t i = 0; i < s.groups; i++) better += score[i] > score[g] || (score[i] == score[g] && i < g);
             inside[g] = better < s.top_groups;
         }
-        const double omega = largest(score, s.groups, s.top_groups - 1);
-
         int32_t count = 0;
+        for (int32_t g = 0; g < s.groups; g++)
+            if (!inside[g]) others[count++] = score[g];
+        const float beta = (float)largest(others, count, 0);
+        count = 0;
         for (int32_t e = 0; e < s.E; e++)
             if (inside[e / size] && !taken[e]) others[count++] = value[e];
-        const double alpha = count ? largest(others, count, 0) : largest(chosen, s.K, s.K - 1);
+        const float alpha = (float)largest(others, count, 0);
         for (int32_t e = 0; e < s.E; e++) {
-            float threshold = (float)alpha, *margin = &margins[n * s.E + e];
-            if (!inside[e / size]) {
-                count = 0;
-                for (int32_t i = e / size * size; i < e / size * size + size; i++)
-                    if (i != e) others[count++] = value[i];
-                const int pairs = s.score == SCORE_SIGMOID && size > 1;
-                threshold = fmaxf(threshold, (float)omega - (pairs ? (float)largest(others, count, 0) : 0));
-            }
-            *margin = threshold - (float)value[e];
-            wrong += taken[e] ? *margin > 0 : *margin < -0x1p-21f;  // three sums below 4 in float32
+            const float rise = beta - (float)score[e / size], own = alpha - (float)value[e];
+            const float group = s.score == SCORE_SIGMOID && size > 1 ? rise / 2 : rise;
+            const float margin = margins[n * s.E + e] = own > group ? own : group;
+            wrong += taken[e] ? margin > 0 : margin < 0;
         }
     }
     CHECK(wrong == 0, "E %d, %d groups: %lld margins have the wrong sign", s.E, s.groups, (long long)wrong);
@@ -154,11 +149,11 @@ static void check_quantile(RouterShape s, int equal) {
         int64_t wrong = 0;
         for (int64_t bin = 0; bin < MARGIN_BINS; bin++) wrong += inside[bin] != margins[bin * s.E + e];
         CHECK(wrong == 0, "expert %d: %lld bins differ", e, (long long)wrong);
-        expected[e] = (double)r.bias[e] + (s.groups > 1 ? 0.5 : 1) * oracle_quantile(sorted, s);
+        expected[e] = (double)r.bias[e] + oracle_quantile(sorted, s);
         mean += expected[e] / s.E;
     }
     real* updated = copied(r.bias, s.E);
-    balance_quantile(updated, margins, 1, s.E, s.K, s.groups, &state, ctx);
+    balance_quantile(updated, margins, 1, s.E, s.K, &state, ctx);
     for (int32_t e = 0; e < s.E; e++)
         CHECK(fabs((double)updated[e] - (expected[e] - mean)) <= TOL(2e-7, 1e-14), "E %d, expert %d: %.9g, not %.9g",
               s.E, e, (double)updated[e], expected[e] - mean);
@@ -179,7 +174,7 @@ static void check_fixed_point(RouterShape s, int updates, double most) {
         router_forward(r.scores, r.expert, r.gate, r.x, r.w, r.bias, s, ctx);
         memset(load, 0, s.E * sizeof(int64_t)), memset(margins, 0, s.E * MARGIN_BINS * sizeof(int64_t));
         balance_count((BalanceCounts){load, margins}, r.scores, r.expert, r.bias, s, ctx);
-        if (i < updates) balance_quantile(r.bias, margins, 1, s.E, s.K, s.groups, &state, ctx);
+        if (i < updates) balance_quantile(r.bias, margins, 1, s.E, s.K, &state, ctx);
     }
     CHECK(largest_load(load, s) < most, "E %d, %d of %d groups, score %d: load %.3f", s.E, s.top_groups, s.groups,
           s.score, largest_load(load, s));
@@ -203,14 +198,19 @@ static void test_quantile(void) {
     for (int i = 2; i < 5; i++) check_quantile(shapes[i], 1);
 }
 
-// An expert's even share of the tokens is 64 at least. Its quantile is between two of them, and the group of another
-// expert may move by one: a few of 64, below 10 %.
+// An expert's even share of the tokens is 64 at least. Its quantile is between two of them, and other experts may move
+// it by some more: below 10 %. Few groups of many experts, and tokens that select all experts of a group, are the hard
+// cases.
 static void test_fixed_point(void) {
     for (int32_t score = 0; score < 2; score++) {
         check_fixed_point((RouterShape){1024, 1024, 24, 8, 2, 1, 1, score, 1, 1, 0}, 8, 1.1);
         check_fixed_point((RouterShape){1024, 1024, 24, 64, 6, 1, 1, score, 1, 1, 0}, 8, 1.1);
         check_fixed_point((RouterShape){1024, 1024, 24, 8, 2, 4, 1, score, 1, 1, 0}, 100, 1.1);
         check_fixed_point((RouterShape){1024, 1024, 24, 32, 4, 8, 2, score, 1, 1, 0}, 100, 1.1);
+        check_fixed_point((RouterShape){1024, 1024, 24, 8, 4, 2, 1, score, 1, 1, 0}, 100, 1.1);
+        check_fixed_point((RouterShape){1024, 1024, 24, 32, 8, 4, 1, score, 1, 1, 0}, 100, 1.1);
+        check_fixed_point((RouterShape){1024, 1024, 24, 64, 4, 8, 1, score, 1, 1, 0}, 100, 1.1);
+        check_fixed_point((RouterShape){1024, 1024, 24, 64, 8, 8, 2, score, 1, 1, 0}, 100, 1.1);
         check_fixed_point((RouterShape){2048, 2048, 24, 160, 6, 8, 3, score, 1, 1, 0}, 100, 1.1);
         check_fixed_point((RouterShape){2048, 2048, 24, 256, 8, 8, 4, score, 1, 1, 0}, 100, 1.1);
     }
@@ -230,7 +230,7 @@ static void test_quantile_edges(void) {
         StepState state = {.ok = ok};
         real *bias = tensor(3 * E, 1), *was = copied(bias, 3 * E);
         for (int e = 1; e < E; e++) bias[2 * E + e] = was[2 * E + e] = bias[2 * E];
-        balance_quantile(bias, margins, 3, E, K, 1, &state, ctx);
+        balance_quantile(bias, margins, 3, E, K, &state, ctx);
         if (!ok) CHECK_BITS(bias, was, 3 * E * sizeof(real));
         CHECK_BITS(bias + E, was + E, E * sizeof(real));
         for (int e = 0; e < E && ok; e++) {

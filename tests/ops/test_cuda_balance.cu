@@ -8,7 +8,7 @@
 static void test_balance(void) {
     for (int32_t E : {1, 7, 64, 256, 500}) {
         enum { LAYERS = 4, EMPTY = 2, TOKENS = 3000 };
-        const int32_t K = E < 8 ? 1 : 8, groups = E == 64 ? 8 : 1;
+        const int32_t K = E < 8 ? 1 : 8;
         R by_quantile(LAYERS * E, 1), by_sign(LAYERS * E, 2);
         I64 load(LAYERS * E), margins((int64_t)LAYERS * E * MARGIN_BINS);
         StepState host, *state = (StepState*)device_alloc(sizeof(StepState), "a test");
@@ -33,8 +33,8 @@ static void test_balance(void) {
         for (int ok = 0; ok < 2; ok++) {
             host.ok = ok;
             device_upload(state, &host, sizeof(host), ctx);
-            balance_quantile(by_quantile.dev, margins.dev, LAYERS, E, K, groups, state, ctx);
-            REFERENCE(balance_quantile)(by_quantile.ref(), margins.ref(), LAYERS, E, K, groups, &host, reference_ctx);
+            balance_quantile(by_quantile.dev, margins.dev, LAYERS, E, K, state, ctx);
+            REFERENCE(balance_quantile)(by_quantile.ref(), margins.ref(), LAYERS, E, K, &host, reference_ctx);
             balance_sign(by_sign.dev, load.dev, LAYERS, E, 1e-3f, state, ctx);
             REFERENCE(balance_sign)(by_sign.ref(), load.ref(), LAYERS, E, 1e-3f, &host, reference_ctx);
             CHECK_CLOSE(by_quantile, 1e-6);
