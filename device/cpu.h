@@ -1,6 +1,10 @@
 // Shared parts of the reference ops (x.c): the CPU's Ctx, bf16 conversion, and GEMM. Not for host code.
 #pragma once
 
+#ifdef __CUDACC__
+#error "a CPU reference in the CUDA build: its .cu is missing"
+#endif
+
 #include <cblas.h>
 #include <omp.h>
 #include <string.h>

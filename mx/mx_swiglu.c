@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "device/check.h"
+#include "device/cpu.h"
 #include "layers/swiglu.h"
 
 void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx) {
