@@ -7,7 +7,7 @@ COMMA = ,
 
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
 OPS = device/device device/graph \
-      layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/adamw layers/muon \
+      layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/step layers/adamw layers/muon \
       moe/router moe/balance grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu \
       mx/mx_stats mx/grouped_gemm_mx parallel/comm
 # Portable kernels of ops, for other GPUs than Hopper: in the CUDA build alone.
@@ -50,7 +50,7 @@ ONIG_LIBS = -lonig
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = $(addprefix tests/ops/test_,embedding matmul rmsnorm rope attention swiglu loss adamw muon moments router balance permute grouped_gemm experts dispatch moe) \
+OP_TESTS = $(addprefix tests/ops/test_,embedding matmul rmsnorm rope attention swiglu loss step adamw muon moments router balance permute grouped_gemm experts dispatch moe) \
            $(addprefix tests/mx/test_,mxfp8 mx_swiglu mx_stats mx_block mx_check mx_wgrad linear linear_dy)
 TESTS     = tests/ops/test_device $(addprefix tests/data/test_,data bpe) tests/fuzz tests/data/test_shards $(OP_TESTS) \
             $(addprefix tests/model/test_,golden model mtp sample checkpoint)

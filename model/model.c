@@ -276,7 +276,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
 static size_t side_workspace(const Model* m) {
     size_t bytes = 0;
     for (int u = 0; u < params_units(&m->config); u++)
-        for (int b = 0; b < BUFFERS; b++) bytes = max_size(bytes, adamw_workspace(m->units[u].buffer[b].part));
+        for (int b = 0; b < BUFFERS; b++) bytes = max_size(bytes, step_workspace(m->units[u].buffer[b].part));
     return bytes;
 }
 
@@ -289,7 +289,7 @@ size_t model_workspace(const Model* m) {
     bytes = max_size(bytes, rmsnorm_workspace(N, max_i64(c->q_lora, c->kv_lora)));
     if (c->dense_layers < config_blocks(c)) bytes = max_size(bytes, moe_workspace(m->moe_shape));
     // The side stream runs at the same time, so its part is added.
-    bytes = max_size(bytes, adamw_workspace(N)) + side_workspace(m);
+    bytes = max_size(bytes, step_workspace(N)) + side_workspace(m);
     // The largest part of a large workspace, attention's for dk_rope, is the same in both builds. The GPU's has up to
     // an eighth more, and 32 MiB for matrix products at least, the CPU's some scratch for each thread.
     return m->arena[IN_PARAMS].backend == BACKEND ? bytes : bytes + bytes / 8 + ((size_t)32 << 20);

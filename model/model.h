@@ -30,6 +30,7 @@
 #include "layers/adamw.h"
 #include "layers/attention.h"
 #include "layers/muon.h"
+#include "layers/step.h"
 #include "model/params.h"
 #include "moe/moe.h"
 

@@ -1,6 +1,6 @@
 #include "moe/balance.h"
 
-#include "layers/adamw.h"
+#include "layers/step.h"
 #include "moe/router_cpu.h"
 
 // The smallest s + bias that selects each expert, of one token (moe/balance.h): margin = threshold - (s + bias).
