@@ -1,5 +1,5 @@
-// Functions that forward, backward and MTP modules share: weights and gradients of a unit, and rotary positions.
-#include "model/model.h"
+// Weights and gradients of a unit, and rotary positions: for blocks, MTP modules and passes.
+#include "model/block.h"
 
 Unit* unit_begin(Model* m, int unit, int next) {
     Unit* u = &m->units[unit];

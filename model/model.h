@@ -2,8 +2,8 @@
 //
 // A block (MLA attention, then dense or MoE MLP), with x the residual stream:
 //
-//   norm1 = rmsnorm(x)                                            model/forward.c reads top to bottom in this order,
-//   q     = norm1 Wq            or  rmsnorm(norm1 Wqa) Wqb        model/backward.c bottom to top
+//   norm1 = rmsnorm(x)                                            model/block_forward.c reads top to bottom,
+//   q     = norm1 Wq            or  rmsnorm(norm1 Wqa) Wqb        model/block_backward.c bottom to top
 //   kva   = norm1 Wkva          = [c_kv ; k_rope]
 //   kv    = rmsnorm(c_kv) Wkvb  = per head [k_nope ; v]
 //   q, k_rope turned by rope
@@ -148,6 +148,8 @@ void model_init(Model* model, uint64_t seed);
 void model_destroy(Model* model);
 // Bytes of workspace for the ops of both streams. For a plan of the other build: an upper bound.
 size_t model_workspace(const Model* model);
+// Sets the shapes for the main model (0) or MTP module k.
+void model_shapes(Model* model, int k);
 // Adds Muon's buffers to `arena`.
 void model_plan_muon(Model* model, Arena* arena);
 
@@ -177,28 +179,3 @@ const char* model_unreplayed(const Model* model);
 
 // Logits (V) of token n of the current batch, copied to the host; after model_forward.
 void model_logits(Model* model, int64_t n, real* host_logits);
-
-// Between begin and end, unit->w holds the unit's weights: gathered, and quantized again if they have changed. `next`
-// is prefetched meanwhile (out of range: none).
-Unit* unit_begin(Model* model, int unit, int next);
-void unit_end(Model* model, int unit);
-// Between begin and end, ops write or accumulate the unit's gradients. `end` starts their reduction over the ranks:
-// sharded gradients in every micro-step, replicated ones in the last. The last adds their squares to state->grad_sq.
-void unit_grads_begin(Model* model, int unit);
-void unit_grads_end(Model* model, int unit, int last_micro_step);
-
-// Sets the shapes for the main model (0) or MTP module k.
-void model_shapes(Model* model, int k);
-// A block: forward writes t.out; backward turns t.dx, the gradient after the block, into the gradient before it.
-// An output: the head's input of the main model (0) or MTP module k; backward writes t.dx. An MTP module (model/mtp.c).
-void block_forward(Model* model, const Unit* unit, int train);
-void block_backward(Model* model, const Unit* unit, float aux);
-void output_forward(Model* model, int k, const Unit* unit);
-void output_backward(Model* model, int k, const Unit* unit);
-void module_forward(Model* model, int k);
-void module_backward(Model* model, int k, float aux, int last_micro_step);
-
-MoeWeights model_moe_weights(const Model* model, const Unit* unit);
-void model_rope(Model* model, floatX* q, floatX* kva, int direction);
-// Activation checkpointing: computes a block's activations again from its residual.
-void model_rebuild_block(Model* model, const Unit* unit);

@@ -1,7 +1,7 @@
 // A module of multi-token prediction (MTP), forward and backward: a block between a projection and a norm. Formulas and
 // names: model/model.h.
 #include "layers/rmsnorm.h"
-#include "model/model.h"
+#include "model/block.h"
 
 // Copies rows first .. first + T - k - 1 of each sequence of `rows` (B, from, C) into one half of `joined`, which is
 // (B, T - k, 2C). With back 1 it copies the other way.

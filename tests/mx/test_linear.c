@@ -10,6 +10,7 @@
 // than 2^-23 of its sum, which makes 1.1e-5 if all sums were as large as the last. Allowed: 1e-5 of the norm. Fast
 // GEMMs: 4e-4 and 4e-3 as above.
 // A skipped quantization is 2.6e-2 of a GEMM's norm, a wrong scale more.
+#include "model/block.h"
 #include "mx/linear.h"
 #include "tests/model.h"
 #include "tests/mx.h"

@@ -1,10 +1,9 @@
-// The backward pass: model/forward.c from bottom to top. It starts from the outputs' gradients, which model_loss wrote.
-// t.dx, the gradient of the residual stream, accumulates. Gradients of parameters are written in a step's first
-// micro-step and accumulate in later ones. All other gradients are written. Activation checkpointing (--recompute)
-// repeats the forward of a block first.
-#include "layers/embedding.h"
+// Backward of a block, and of the final norm: model/block_forward.c from bottom to top. t.dx, the gradient of the
+// residual stream, accumulates. Gradients of parameters are written in a step's first micro-step and accumulate in
+// later ones. All other gradients are written. Activation checkpointing (--recompute) repeats the forward of a block
+// first.
 #include "layers/rmsnorm.h"
-#include "model/model.h"
+#include "model/block.h"
 
 // t.dnorm = gradient of norm1, from t.dx = gradient of the attention block's output
 static void mla_backward(Model* m, const Weight* w, const BlockSaved* s) {
@@ -81,34 +80,4 @@ void output_backward(Model* m, int k, const Unit* u) {
     const int64_t N = m->B * m->T, C = m->config.C;
     rmsnorm_backward(m->t.dx, u->w[FINAL_NORM].grad, o->dnorm, o->residual, C, u->w[FINAL_NORM].w, o->rstd, N, C, 0,
                      m->ctx);
-}
-
-void model_backward(Model* m, float aux, int last) {
-    const int64_t N = m->B * m->T, C = m->config.C;
-    const int head = (int)m->config.L + 1;
-    // MTP modules, the last one first: each adds to the output gradient of the one before.
-    for (int k = m->mtp_modules; k >= 1; k--) module_backward(m, k, aux, last);
-
-    // The final norm.
-    output_backward(m, 0, unit_begin(m, head, head - 1));  // lm_head's gradients are there since model_loss
-    unit_grads_end(m, head, last);
-    unit_end(m, head);
-
-    // Blocks. The reduction of a unit over the ranks overlaps with the backward of the next.
-    for (int unit = head - 1; unit > 0; unit--) {
-        // The embedding's weights are only for the next forward.
-        Unit* u = unit_begin(m, unit, unit > 1 || !last ? unit - 1 : -1);
-        unit_grads_begin(m, unit);
-        block_backward(m, u, aux);
-        unit_grads_end(m, unit, last);
-        unit_end(m, unit);
-    }
-
-    // The embedding. MTP modules read it too, so their summed gradient is added.
-    real* dtable = m->units[0].buffer[DENSE_PARAMS].grad;
-    unit_grads_begin(m, 0);
-    embedding_backward(dtable, m->t.dx, m->tokens, N, m->config.V, C, m->ctx);
-    if (m->mtp_modules) embedding_backward(dtable, m->t.dembed, m->tokens, N, m->config.V, C, m->ctx);
-    unit_grads_end(m, 0, last);
-    if (last) grads_wait(m->sharding, m->ctx);
 }

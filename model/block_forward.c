@@ -1,10 +1,7 @@
-// The forward pass; begin at model_forward. Formulas and names: model/model.h.
-#include "device/check.h"
-#include "layers/embedding.h"
-#include "layers/loss.h"
+// Forward of a block, and the final norm; begin at block_forward. Formulas and names: model/model.h.
 #include "layers/rmsnorm.h"
 #include "layers/swiglu.h"
-#include "model/model.h"
+#include "model/block.h"
 
 // eps of the latents' norms, whatever --rms-norm-eps: DeepSeek's code and transformers' have it so.
 static const double LATENT_EPS = 1e-6;
@@ -93,65 +90,4 @@ void output_forward(Model* m, int k, const Unit* u) {
     const Output* o = &m->outputs[k];
     residual_rmsnorm_forward(o->residual, o->norm, o->rstd, m->blocks[m->config.L - 1 + k].residual2, m->t.out,
                              u->w[FINAL_NORM].w, m->config.norm_eps, m->B * m->T, m->config.C, m->ctx);
-}
-
-void model_forward(Model* m, int train) {
-    const int head = (int)m->config.L + 1;
-    // A micro-batch begins with an empty pool: no activations of the one before are needed.
-    const PoolMark bottom = {0, 0};
-    pool_release(m->pool, bottom);
-    m->moe_shape.capacity = train ? m->capacity : 0;  // validation has no step to run again
-    m->mtp_modules = train ? (int)m->config.mtp : 0;
-
-    Unit* u = unit_begin(m, 0, 1);
-    embedding_forward(m->blocks[0].residual, m->tokens, u->w[EMBED].w, m->B * m->T, m->config.C, m->ctx);
-    unit_end(m, 0);
-
-    for (int unit = 1; unit < head; unit++) {
-        block_forward(m, unit_begin(m, unit, unit + 1), train);
-        unit_end(m, unit);
-    }
-
-    // The final norm, then the MTP modules, each on the output before it.
-    output_forward(m, 0, unit_begin(m, head, m->mtp_modules ? head + 1 : -1));
-    unit_end(m, head);
-    for (int k = 1; k <= m->mtp_modules; k++) module_forward(m, k);
-}
-
-// A chunk of tokens at a time: its logits become their own gradient, which no one needs later.
-// k: the main model (0) or an MTP module. *sum += its losses, in nats. dscale 0: no gradients.
-static void output_loss(Model* m, int k, Weight* w, double* sum, float dscale) {
-    const int64_t N = m->B * (m->T - k), C = m->config.C;
-    const Output* o = &m->outputs[k];
-    const int32_t* targets = m->targets + k * m->B * m->T;
-    for (int64_t n = 0; n < N; n += m->chunk) {
-        const int64_t rows = min_i64(m->chunk, N - n);
-        floatX *x = o->norm + n * C, *logits = m->t.logits;
-        linear_forward(logits, x, w, rows, m->ctx);
-        cross_entropy(m->losses + n, logits, targets + n, rows, m->config.V, w->OC, dscale, m->ctx);
-        if (dscale != 0) linear_backward(o->dnorm + n * C, logits, x, w, rows, m->ctx);
-        w->accumulate = 1;
-    }
-    loss_add(sum, m->losses, N, m->ctx);
-}
-
-void model_loss(Model* m, StepState* state, float dscale) {
-    const int head = (int)m->config.L + 1;
-    // The head's gradients begin here, not in model_backward.
-    Weight* w = &unit_begin(m, head, -1)->w[LM_HEAD];
-    if (dscale != 0) unit_grads_begin(m, head);
-    output_loss(m, 0, w, &state->loss_sum, dscale);
-    for (int k = 1; k <= m->mtp_modules; k++) output_loss(m, k, w, &state->mtp_sum[k - 1], dscale * m->mtp_weight);
-    unit_end(m, head);
-}
-
-void model_logits(Model* m, int64_t n, real* host_logits) {
-    const int head = (int)m->config.L + 1;
-    ASSERT(n < m->B * m->T);
-    // One row of logits, as float32 for the host.
-    const Unit* u = unit_begin(m, head, -1);
-    linear_forward(m->t.logits, m->outputs[0].norm + n * m->config.C, &u->w[LM_HEAD], 1, m->ctx);
-    unit_end(m, head);
-    device_to_real(m->t.logits_row, m->t.logits, m->config.V, m->ctx);
-    device_download(host_logits, m->t.logits_row, (size_t)m->config.V * sizeof(real), m->ctx);
 }
