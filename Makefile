@@ -21,7 +21,7 @@ HOST = device/check device/random device/kernels device/options device/arena dev
        data/tokenizer data/choices data/runlog \
        layers/rope_table mx/rows mx/linear mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
        model/settings model/settings_check model/settings_read model/record model/hub model/agree model/params model/block model/block_forward \
-       model/block_backward model/mtp model/passes model/model model/step model/update model/persist model/report \
+       model/block_backward model/mtp model/passes model/model model/step model/update model/update_muon model/persist model/report \
        pretrained/export pretrained/import pretrained/evaluate pretrained/sample pretrained/use $(RANKS) \
        parallel/launch parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume parallel/folder
 

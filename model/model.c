@@ -9,6 +9,7 @@
 #include "layers/embedding.h"
 #include "layers/matmul.h"
 #include "layers/rmsnorm.h"
+#include "model/update_muon.h"
 #include "mx/mx_check.h"
 
 // align MX_CHUNK: the four blocks of 128 elements share a scale. align 1: each block of 32 has its own.

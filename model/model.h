@@ -82,7 +82,7 @@ typedef struct StepInputs {
     Muon muon;
 } StepInputs;
 
-// Matrices of one shape that Muon takes together (model/update.c): those of a parameter in units first .. first +
+// Matrices of one shape that Muon takes together (model/update_muon.c): those of a parameter in units first .. first +
 // units - 1.
 typedef struct MuonGroup {
     ParamId id;
@@ -131,7 +131,7 @@ typedef struct Model {
     int measures;               // 1: this step fills mx_stats; set before model_step_begin, cleared by model_update
     StepState *state, *val_state;
     StepInputs* inputs;
-    floatX *muon_x, *muon_waves, *muon_parts, *muon_work;  // model/update.c
+    floatX *muon_x, *muon_waves, *muon_parts, *muon_work;  // model/update_muon.c
     int64_t muon_wave_size;                                // elements of one of the two in muon_waves
     MuonGroup* muon_groups;                                // NULL without Muon
     int muon_group_count;
@@ -150,8 +150,6 @@ void model_destroy(Model* model);
 size_t model_workspace(const Model* model);
 // Sets the shapes for the main model (0) or MTP module k.
 void model_shapes(Model* model, int k);
-// Adds Muon's buffers to `arena`.
-void model_plan_muon(Model* model, Arena* arena);
 
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
 // B * T and T must not exceed the settings' batch * seq_len and seq_len.
