@@ -5,17 +5,6 @@
 
 enum { CHUNK = 16384, THREADS = 256, TOTAL_THREADS = 1024 };
 
-static __device__ double block_sum(double x) {  // valid in thread 0
-    __shared__ double part[32];
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
-    __syncthreads();
-    double sum = 0;
-    if (threadIdx.x == 0)
-        for (int w = 0; w < (int)blockDim.x / 32; w++) sum += part[w];
-    return sum;
-}
-
 template <int SQUARED>
 static __device__ __forceinline__ double term(float x) {
     return SQUARED ? (double)x * x : (double)x;
