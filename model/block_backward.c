@@ -8,13 +8,13 @@
 // t.dnorm = gradient of norm1, from t.dx = gradient of the attention block's output
 static void mla_backward(Model* m, const Weight* w, const BlockSaved* s) {
     const ModelConfig* c = &m->config;
-    const int64_t N = m->B * m->T;
+    const int64_t N = m->shapes.N;
     Workspace* t = &m->t;
 
     // Output, attention, positions.
     linear_dgrad(t->datt, t->dx, &w[WO], N, 0, m->ctx);
     attention_backward(t->dq, t->dkv, t->dkva + c->kv_lora, t->datt, s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora,
-                       m->attn_shape, m->ctx);
+                       m->shapes.attention, m->ctx);
     model_rope(m, t->dq, t->dkva, -1);
 
     // Keys and values: the gradient of c_kv joins that of k_rope in dkva.
@@ -48,10 +48,10 @@ static void mla_backward(Model* m, const Weight* w, const BlockSaved* s) {
 static void mlp_backward(Model* m, const Unit* u, float aux) {
     BlockSaved* s = &m->blocks[u->layer];
     Workspace* t = &m->t;
-    const int64_t N = m->B * m->T;
+    const int64_t N = m->shapes.N;
     // A MoE block, or an MTP module.
     if (u->kind != UNIT_DENSE) {
-        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, u), &s->moe, aux, m->moe_shape, m->dispatch,
+        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, u), &s->moe, aux, m->shapes.moe, m->dispatch,
                      m->pool, m->ctx);
         return;
     }
@@ -65,7 +65,7 @@ static void mlp_backward(Model* m, const Unit* u, float aux) {
 // Both norms add to t.dx, because the residual stream goes around attention and MLP.
 void block_backward(Model* m, const Unit* u, float aux) {
     const BlockSaved* s = &m->blocks[u->layer];
-    const int64_t N = m->B * m->T, C = m->config.C;
+    const int64_t N = m->shapes.N, C = m->config.C;
     Workspace* t = &m->t;
     if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, u);
     mlp_backward(m, u, aux);
@@ -77,7 +77,7 @@ void block_backward(Model* m, const Unit* u, float aux) {
 // The first gradient of its chain: it overwrites t.dx.
 void output_backward(Model* m, int k, const Unit* u) {
     const Output* o = &m->outputs[k];
-    const int64_t N = m->B * m->T, C = m->config.C;
+    const int64_t N = m->shapes.N, C = m->config.C;
     rmsnorm_backward(m->t.dx, u->w[FINAL_NORM].grad, o->dnorm, o->residual, C, u->w[FINAL_NORM].w, o->rstd, N, C, 0,
                      m->ctx);
 }

@@ -9,7 +9,7 @@ static const double LATENT_EPS = 1e-6;
 // out = attention(norm1)
 static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved* s) {
     const ModelConfig* c = &m->config;
-    const int64_t N = m->B * m->T;
+    const int64_t N = m->shapes.N;
 
     // Queries: straight from norm1, or through a normalised latent.
     if (c->q_lora) {
@@ -27,23 +27,25 @@ static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved
 
     // Positions, attention, output.
     model_rope(m, s->q, s->kva, +1);
-    attention_forward(s->att, s->lse, &m->state->max_logit, s->q, s->kv, s->kva + c->kv_lora, m->attn_shape, m->ctx);
+    attention_forward(s->att, s->lse, &m->step.state->max_logit, s->q, s->kv, s->kva + c->kv_lora, m->shapes.attention,
+                      m->ctx);
     linear_forward(out, s->att, &w[WO], N, m->ctx);
 }
 
 // Where a block counts its loads and, for quantile balancing, its margins: in training alone.
 static BalanceCounts router_counts(const Model* m, const Unit* u, int train) {
     const int64_t first = u->layer * m->config.E;
-    BalanceCounts counts = {train ? m->load + first : NULL, m->margins ? m->margins + first * MARGIN_BINS : NULL};
+    BalanceCounts counts = {train ? m->step.load + first : NULL,
+                            m->step.margins ? m->step.margins + first * MARGIN_BINS : NULL};
     return counts;
 }
 
 // out = mlp(norm2)
 static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
     BlockSaved* s = &m->blocks[u->layer];
-    const int64_t N = m->B * m->T;
+    const int64_t N = m->shapes.N;
     if (u->kind != UNIT_DENSE) {
-        moe_forward(out, s->norm2, model_moe_weights(m, u), &s->moe, router_counts(m, u, train), m->moe_shape,
+        moe_forward(out, s->norm2, model_moe_weights(m, u), &s->moe, router_counts(m, u, train), m->shapes.moe,
                     m->dispatch, m->pool, m->ctx);
         return;
     }
@@ -55,7 +57,7 @@ static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
 
 // From norm1 on: attention, and the norm before the MLP.
 static void attention_part(Model* m, const Weight* w, const BlockSaved* s) {
-    const int64_t N = m->B * m->T, C = m->config.C;
+    const int64_t N = m->shapes.N, C = m->config.C;
     mla_forward(m, m->t.out, w, s);
     residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, w[NORM2].w, m->config.norm_eps, N,
                              C, m->ctx);
@@ -64,7 +66,7 @@ static void attention_part(Model* m, const Weight* w, const BlockSaved* s) {
 // Backward needs no output of the MLP, so the last product is not repeated.
 void model_rebuild_block(Model* m, const Unit* u) {
     const BlockSaved* s = &m->blocks[u->layer];
-    const int64_t N = m->B * m->T, C = m->config.C;
+    const int64_t N = m->shapes.N, C = m->config.C;
     rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
     attention_part(m, u->w, s);
     if (u->kind == UNIT_DENSE) linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
@@ -72,7 +74,7 @@ void model_rebuild_block(Model* m, const Unit* u) {
 
 void block_forward(Model* m, const Unit* u, int train) {
     const BlockSaved* s = &m->blocks[u->layer];
-    const int64_t N = m->B * m->T, C = m->config.C;
+    const int64_t N = m->shapes.N, C = m->config.C;
     // The previous block's output joins the residual stream where the next norm reads it.
     if (u->layer == 0 || u->kind == UNIT_MODULE) {
         rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
@@ -89,5 +91,5 @@ void block_forward(Model* m, const Unit* u, int train) {
 void output_forward(Model* m, int k, const Unit* u) {
     const Output* o = &m->outputs[k];
     residual_rmsnorm_forward(o->residual, o->norm, o->rstd, m->blocks[m->config.L - 1 + k].residual2, m->t.out,
-                             u->w[FINAL_NORM].w, m->config.norm_eps, m->B * m->T, m->config.C, m->ctx);
+                             u->w[FINAL_NORM].w, m->config.norm_eps, m->shapes.N, m->config.C, m->ctx);
 }

@@ -65,6 +65,7 @@ typedef struct Workspace {
     floatX *joined, *djoined;    // (N, 2C): input of an MTP module's projection, and its gradient
     floatX* dembed;              // (N, C): gradient of the embeddings that MTP modules read, summed
     real *rstd_embed, *rstd_in;  // (N): of an MTP module's two norms
+    int64_t chunk;               // tokens per chunk of the classifier
     floatX* logits;              // (chunk, Vp)
     real* logits_row;            // (V), for model_logits
 } Workspace;
@@ -76,20 +77,47 @@ enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 // pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
+// Shapes of what is being computed: B sequences of T tokens, N = B T. T is window, or window - k in MTP module k.
+typedef struct Shapes {
+    int64_t window, B, T, N;
+    AttnShape attention;
+    MoeShape moe;
+} Shapes;
+
 // Hyperparameters of a step, in device memory so that a captured CUDA graph reads new values.
 typedef struct StepInputs {
     AdamW adamw;
     Muon muon;
 } StepInputs;
 
-// Matrices of one shape that Muon takes together (model/update_muon.c): those of a parameter in units first .. first +
-// units - 1.
+// A training step: hyperparameters, results and counters in device memory, then what the host knows of it.
+typedef struct Step {
+    StepInputs* inputs;
+    StepState* state;
+    int64_t* load;      // (L + mtp, E): tokens each expert got
+    int64_t* margins;   // (L + mtp, E, MARGIN_BINS): histograms; only with --balance quantile
+    MxStats* mx_stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
+    int measures;       // 1: this step fills mx_stats; set before model_step_begin, cleared by model_update
+    int first;          // 1: its first micro-step
+    int late;           // 1: the MTP loss weight is already --mtp-weight-end
+    float mtp_weight;   // weight of the loss of each MTP module
+} Step;
+
+// Matrices of one shape that Muon takes together: those of a parameter in units first .. first + units - 1.
 typedef struct MuonGroup {
     ParamId id;
     int first, units;
     int64_t count, rows, columns;  // matrices of all its units
     int64_t at_once;               // that are orthogonalized in one call
 } MuonGroup;
+
+// Muon's groups and buffers (model/update_muon.c).
+typedef struct MuonMemory {
+    MuonGroup* groups;  // NULL without Muon
+    int group_count;
+    int64_t wave_size;                 // elements of a unit that came in parts
+    floatX *x, *waves, *parts, *work;  // a group; the units of two waves; own parts of a wave; workspace
+} MuonMemory;
 
 // Captured graphs: 16 kinds of micro-steps (model/step.c), and the update.
 enum { UPDATE_GRAPH = 16, GRAPHS };
@@ -103,38 +131,29 @@ typedef struct Model {
     Arena arena[ARENAS];
     Unit* units;
     Sharding* sharding;
-    GemmWorkspace gemms;  // workspace shared by MXFP8 GEMMs
-    double capacity;      // capacity factor of the dispatch in training (moe/dispatch.h); 0: the host reads the sizes
-    char* no_windows;     // why --dispatch auto has no symmetric memory, or NULL
-    BlockSaved* blocks;   // (L + mtp)
-    BlockSaved rebuilt;   // the memory that blocks share with --recompute block
-    Pool* pool;           // activations of the MoE blocks, a stack in forward order
-    Dispatch* dispatch;   // of the MoE blocks
-    Output outputs[1 + MTP_MAX];
-    Workspace t;
-    int64_t chunk;  // tokens per chunk of the classifier
+    real* bias;  // (L + mtp, E): the routers' balance biases; rows of dense blocks stay 0
 
-    int64_t window;        // sequence length of the current micro-batch
-    int64_t B, T;          // batch size and sequence length being computed (T - k in MTP module k)
-    AttnShape attn_shape;  // shapes for B and T
-    MoeShape moe_shape;
+    // A micro-batch.
+    Shapes shapes;
     int32_t *tokens, *targets;  // (N), (1 + mtp, N): module k's are (B, T - k)
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
-    real* bias;                 // (L + mtp, E): the routers' balance biases; rows of dense blocks stay 0
-    int64_t* load;              // (L + mtp, E): tokens each expert got in this step
-    int64_t* margins;           // (L + mtp, E, MARGIN_BINS): histograms of this step; only with --balance quantile
-    int late;                   // 1: the MTP loss weight is already --mtp-weight-end
-    int first;                  // 1: first micro-step of its step
-    float mtp_weight;           // weight of the loss of each MTP module in this step
     int mtp_modules;            // MTP modules that this forward computes
-    MxStats* mx_stats;          // (L + mtp, BLOCK_STATS): quantization statistics of this step, with --mx-stats
-    int measures;               // 1: this step fills mx_stats; set before model_step_begin, cleared by model_update
-    StepState *state, *val_state;
-    StepInputs* inputs;
-    floatX *muon_x, *muon_waves, *muon_parts, *muon_work;  // model/update_muon.c
-    int64_t muon_wave_size;                                // elements of one of the two in muon_waves
-    MuonGroup* muon_groups;                                // NULL without Muon
-    int muon_group_count;
+    BlockSaved* blocks;         // (L + mtp)
+    BlockSaved rebuilt;         // the memory that blocks share with --recompute block
+    Output outputs[1 + MTP_MAX];
+    Workspace t;
+    GemmWorkspace gemms;  // workspace shared by MXFP8 GEMMs
+
+    // MoE blocks.
+    Pool* pool;  // their activations, a stack in forward order
+    Dispatch* dispatch;
+    double capacity;   // capacity factor of the dispatch in training (moe/dispatch.h); 0: the host reads the sizes
+    char* no_windows;  // why --dispatch auto has no symmetric memory, or NULL
+
+    // A step.
+    Step step;
+    StepState* val_state;  // of validation
+    MuonMemory muon;
     Graph* graphs[GRAPHS];  // NULL: not replayed
 } Model;
 

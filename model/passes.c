@@ -10,11 +10,11 @@ void model_forward(Model* m, int train) {
     // A micro-batch begins with an empty pool: no activations of the one before are needed.
     const PoolMark bottom = {0, 0};
     pool_release(m->pool, bottom);
-    m->moe_shape.capacity = train ? m->capacity : 0;  // validation has no step to run again
+    m->shapes.moe.capacity = train ? m->capacity : 0;  // validation has no step to run again
     m->mtp_modules = train ? (int)m->config.mtp : 0;
 
     Unit* u = unit_begin(m, 0, 1);
-    embedding_forward(m->blocks[0].residual, m->tokens, u->w[EMBED].w, m->B * m->T, m->config.C, m->ctx);
+    embedding_forward(m->blocks[0].residual, m->tokens, u->w[EMBED].w, m->shapes.N, m->config.C, m->ctx);
     unit_end(m, 0);
 
     for (int unit = 1; unit < head; unit++) {
@@ -31,11 +31,11 @@ void model_forward(Model* m, int train) {
 // A chunk of tokens at a time: cross_entropy overwrites its logits with their gradient.
 // k: the main model (0) or an MTP module. *sum += its losses, in nats. dscale 0: no gradients.
 static void output_loss(Model* m, int k, Weight* w, double* sum, float dscale) {
-    const int64_t N = m->B * (m->T - k), C = m->config.C;
+    const int64_t N = m->shapes.B * (m->shapes.T - k), C = m->config.C;
     const Output* o = &m->outputs[k];
-    const int32_t* targets = m->targets + k * m->B * m->T;
-    for (int64_t n = 0; n < N; n += m->chunk) {
-        const int64_t rows = min_i64(m->chunk, N - n);
+    const int32_t* targets = m->targets + k * m->shapes.N;
+    for (int64_t n = 0; n < N; n += m->t.chunk) {
+        const int64_t rows = min_i64(m->t.chunk, N - n);
         floatX *x = o->norm + n * C, *logits = m->t.logits;
         linear_forward(logits, x, w, rows, m->ctx);
         cross_entropy(m->losses + n, logits, targets + n, rows, m->config.V, w->OC, dscale, m->ctx);
@@ -51,13 +51,13 @@ void model_loss(Model* m, StepState* state, float dscale) {
     Weight* w = &unit_begin(m, head, -1)->w[LM_HEAD];
     if (dscale != 0) unit_grads_begin(m, head);
     output_loss(m, 0, w, &state->loss_sum, dscale);
-    for (int k = 1; k <= m->mtp_modules; k++) output_loss(m, k, w, &state->mtp_sum[k - 1], dscale * m->mtp_weight);
+    for (int k = 1; k <= m->mtp_modules; k++) output_loss(m, k, w, &state->mtp_sum[k - 1], dscale * m->step.mtp_weight);
     unit_end(m, head);
 }
 
 // From the outputs' gradients, which model_loss wrote, to the embedding.
 void model_backward(Model* m, float aux, int last) {
-    const int64_t N = m->B * m->T, C = m->config.C;
+    const int64_t N = m->shapes.N, C = m->config.C;
     const int head = (int)m->config.L + 1;
     // MTP modules, the last one first: each adds to the output gradient of the one before.
     for (int k = m->mtp_modules; k >= 1; k--) module_backward(m, k, aux, last);
@@ -88,7 +88,7 @@ void model_backward(Model* m, float aux, int last) {
 
 void model_logits(Model* m, int64_t n, real* host_logits) {
     const int head = (int)m->config.L + 1;
-    ASSERT(n < m->B * m->T);
+    ASSERT(n < m->shapes.N);
     // One row of logits, as float32 for the host.
     const Unit* u = unit_begin(m, head, -1);
     linear_forward(m->t.logits, m->outputs[0].norm + n * m->config.C, &u->w[LM_HEAD], 1, m->ctx);

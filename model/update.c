@@ -8,13 +8,13 @@
 // Sums over the ranks what decides the step.
 static void sum_over_ranks(Model* m) {
     if (!m->world) return;
-    comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);
-    comm_max(m->world, &m->state->max_logit, 1, m->ctx);
+    comm_sum_double(m->world, &m->step.state->loss_sum, STEP_SUMS, m->ctx);
+    comm_max(m->world, &m->step.state->max_logit, 1, m->ctx);
     const int64_t experts = config_blocks(&m->config) * m->config.E;
-    comm_sum_i64(m->world, m->load, experts, m->ctx);
-    if (m->margins) comm_sum_i64(m->world, m->margins, experts * MARGIN_BINS, m->ctx);
-    if (m->measures)  // doubles, all of it
-        comm_sum_double(m->world, (double*)m->mx_stats,
+    comm_sum_i64(m->world, m->step.load, experts, m->ctx);
+    if (m->step.margins) comm_sum_i64(m->world, m->step.margins, experts * MARGIN_BINS, m->ctx);
+    if (m->step.measures)  // doubles, all of it
+        comm_sum_double(m->world, (double*)m->step.mx_stats,
                         config_blocks(&m->config) * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
 }
 
@@ -29,11 +29,11 @@ static void update_by_adamw(Model* m) {
         void* moments = moments_at(p, from, m->layout.bf16_moments);
         const int64_t decay = min_i64(max_i64(p->n_decay - p->owned_from - from, 0), n);
         const AdamWBuffer buffer = {
-            p->owned_weight + from,       p->master + from, moments, p->v, gradients_at(p, from), n, decay,
-            rounded_gradients_at(p, from)};
+            p->owned_weight + from,  p->master + from, moments, p->v, grad_at(p, from), n, decay,
+            rounded_grad_at(p, from)};
         list[count++] = buffer;
     }
-    adamw_update(list, count, m->layout.bf16_moments, &m->inputs->adamw, m->state, m->ctx);
+    adamw_update(list, count, m->layout.bf16_moments, &m->step.inputs->adamw, m->step.state, m->ctx);
     free(list);
 }
 
@@ -43,18 +43,18 @@ static void balance(Model* m) {
     const int64_t blocks = config_blocks(&m->config) - m->config.dense_layers, E = m->config.E;
     const int64_t first = m->config.dense_layers * E;
     real* bias = m->bias + first;
-    if (m->margins)
-        balance_quantile(bias, m->margins + first * MARGIN_BINS, blocks, (int32_t)E, (int32_t)m->config.K,
-                         (int32_t)m->config.groups, m->state, m->ctx);
+    if (m->step.margins)
+        balance_quantile(bias, m->step.margins + first * MARGIN_BINS, blocks, (int32_t)E, (int32_t)m->config.K,
+                         (int32_t)m->config.groups, m->step.state, m->ctx);
     if (s->balance == BALANCE_DEEPSEEK)
-        balance_sign(bias, m->load + first, blocks, (int32_t)E, (float)s->bias_rate, m->state, m->ctx);
+        balance_sign(bias, m->step.load + first, blocks, (int32_t)E, (float)s->bias_rate, m->step.state, m->ctx);
 }
 
 // Work on the device alone, so that it can be replayed as a graph.
 static void update(void* model) {
     Model* m = (Model*)model;
     sum_over_ranks(m);
-    step_decide(m->state, m->settings.tokens_per_step, &m->inputs->adamw, m->ctx);
+    step_decide(m->step.state, m->settings.tokens_per_step, &m->step.inputs->adamw, m->ctx);
     update_by_adamw(m);
     if (m->layout.muon) model_update_muon(m);
     balance(m);
@@ -62,9 +62,9 @@ static void update(void* model) {
 
 void model_update(Model* m, int stop) {
     const double one = 1;
-    if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
+    if (stop) device_upload(&m->step.state->stop, &one, sizeof(one), m->ctx);
     graph_run(m->graphs[UPDATE_GRAPH], update, m, m->ctx);
     // Gathered and quantized copies of the weights are old now.
     weights_changed(m->sharding, m->ctx);
-    m->measures = 0;
+    m->step.measures = 0;
 }

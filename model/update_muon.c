@@ -22,34 +22,30 @@
 // The group's matrices, one after another in x.
 static void orthogonalize(Model* m, const MuonGroup* g, floatX* x) {
     for (int64_t first = 0; first < g->count; first += g->at_once)
-        muon_orthogonalize(x + first * g->rows * g->columns, m->muon_work, min_i64(g->at_once, g->count - first),
+        muon_orthogonalize(x + first * g->rows * g->columns, m->muon.work, min_i64(g->at_once, g->count - first),
                            g->rows, g->columns, m->ctx);
 }
 
 // n owned elements of a buffer from `from` on, and their place in x.
 static MuonBuffer muon_buffer(const Model* m, const ParamBuffer* p, int64_t from, int64_t n, floatX* x) {
-    const MuonBuffer buffer = {x,
-                               moments_at(p, from, m->layout.bf16_moments),
-                               gradients_at(p, from),
-                               p->owned_weight + from,
-                               p->master + from,
-                               n,
-                               rounded_gradients_at(p, from)};
+    void* momentum = moments_at(p, from, m->layout.bf16_moments);
+    const MuonBuffer buffer = {
+        x, momentum, grad_at(p, from), p->owned_weight + from, p->master + from, n, rounded_grad_at(p, from)};
     return buffer;
 }
 
 // A group whose buffers this rank has whole.
 static void update_group(Model* m, const MuonGroup* g) {
     const int64_t n = g->count / g->units * g->rows * g->columns;
-    // muon_x holds the matrices of all units of the group, in their order.
+    // x holds the matrices of all units of the group, in their order.
     MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)g->units * sizeof(MuonBuffer));
     for (int i = 0; i < g->units; i++) {
         const Unit* u = &m->units[g->first + i];
-        list[i] = muon_buffer(m, &u->buffer[param_buffer(g->id)], u->at[g->id], n, m->muon_x + i * n);
+        list[i] = muon_buffer(m, &u->buffer[param_buffer(g->id)], u->at[g->id], n, m->muon.x + i * n);
     }
-    muon_momentum(list, g->units, m->layout.bf16_moments, &m->inputs->muon, m->state, m->ctx);
-    orthogonalize(m, g, m->muon_x);
-    muon_update(list, g->units, &m->inputs->muon, m->state, m->ctx);
+    muon_momentum(list, g->units, m->layout.bf16_moments, &m->step.inputs->muon, m->step.state, m->ctx);
+    orthogonalize(m, g, m->muon.x);
+    muon_update(list, g->units, &m->step.inputs->muon, m->step.state, m->ctx);
     free(list);
 }
 
@@ -95,19 +91,19 @@ static void exchange_parts(Model* m, const Wave* w, floatX* x, int back, Ctx* ct
         const ParamBuffer* own = index < w->count ? &m->units[w->units[index]].buffer[w->b] : NULL;
         send_start[i] = at;
         send[i] = to ? muon_owned(to) / ROW : 0;
-        if (to) list[i] = muon_buffer(m, to, 0, muon_owned(to), m->muon_parts + at * ROW);
+        if (to) list[i] = muon_buffer(m, to, 0, muon_owned(to), m->muon.parts + at * ROW);
         at += send[i];
         recv_start[i] = own ? i * own->part / ROW : 0;
         recv[i] = own ? muon_part(own, i) / ROW : 0;
     }
 
     // The momentum comes before the exchange, the update after the return.
-    const ExchangeBuffer buffer = {back ? m->muon_parts : x, back ? x : m->muon_parts, ROW * sizeof(floatX)};
+    const ExchangeBuffer buffer = {back ? m->muon.parts : x, back ? x : m->muon.parts, ROW * sizeof(floatX)};
     const ExchangeRows there = {send_start, send, recv_start, recv, NULL},
                        home = {recv_start, recv, send_start, send, NULL};
-    if (!back) muon_momentum(list, w->count, m->layout.bf16_moments, &m->inputs->muon, m->state, ctx);
+    if (!back) muon_momentum(list, w->count, m->layout.bf16_moments, &m->step.inputs->muon, m->step.state, ctx);
     comm_exchange(wave_comm(m, w), &buffer, 1, back ? home : there, ctx);
-    if (back) muon_update(list, w->count, &m->inputs->muon, m->state, ctx);
+    if (back) muon_update(list, w->count, &m->step.inputs->muon, m->step.state, ctx);
     free(list);
     free(rows);
 }
@@ -115,8 +111,8 @@ static void exchange_parts(Model* m, const Wave* w, floatX* x, int back, Ctx* ct
 // The unit of the wave that this rank owns, in x.
 static void orthogonalize_unit(Model* m, const Wave* w, floatX* x) {
     const int index = comm_index(wave_comm(m, w));
-    for (int i = 0; i < m->muon_group_count && index < w->count; i++) {
-        const MuonGroup* g = &m->muon_groups[i];
+    for (int i = 0; i < m->muon.group_count && index < w->count; i++) {
+        const MuonGroup* g = &m->muon.groups[i];
         if (g->first == w->units[index] && param_buffer(g->id) == w->b)
             orthogonalize(m, g, x + m->units[g->first].at[g->id]);
     }
@@ -129,15 +125,15 @@ void model_update_muon(Model* m) {
     int* units = (int*)host_alloc((size_t)most * sizeof(int));
     const int count = list_waves(m, waves, units);
     Ctx* side = sharding_side(m->sharding);
-    floatX* x[2] = {m->muon_waves, m->muon_waves + m->muon_wave_size};
+    floatX* x[2] = {m->muon.waves, m->muon.waves + m->muon.wave_size};
 
     // The first wave overlaps with the whole buffers.
     if (count) {
         sharding_follow(m->sharding, side, m->ctx);
         exchange_parts(m, &waves[0], x[0], 0, side);
     }
-    for (int i = 0; i < m->muon_group_count; i++) {
-        const MuonGroup* g = &m->muon_groups[i];
+    for (int i = 0; i < m->muon.group_count; i++) {
+        const MuonGroup* g = &m->muon.groups[i];
         if (m->units[g->first].buffer[param_buffer(g->id)].shard == SHARD_NONE) update_group(m, g);
     }
 
@@ -163,7 +159,8 @@ static const int64_t GROUP_ELEMENTS = (int64_t)1 << 27;
 // The groups, in the order of their first units.
 static void group_matrices(Model* m) {
     const int units = params_units(&m->config);
-    m->muon_groups = (MuonGroup*)host_alloc((size_t)(units * PARAMS) * sizeof(MuonGroup));
+    MuonGroup* last[PARAMS] = {NULL};  // the last group of each parameter
+    m->muon.groups = (MuonGroup*)host_alloc((size_t)(units * PARAMS) * sizeof(MuonGroup));
     for (int u = 0; u < units; u++) {
         Param list[PARAMS];
         const int count = params_list(list, &m->config, m->units[u].kind);
@@ -175,17 +172,15 @@ static void group_matrices(Model* m) {
             const MuonGroup mine = {p->id, u, 1, m->units[u].w[p->id].count * halves, rows, p->columns, 0};
 
             // Joins the group of the unit before, if that has the same shape and is not full.
-            MuonGroup* g = NULL;
-            for (int k = 0; k < m->muon_group_count; k++)
-                if (m->muon_groups[k].id == p->id && m->muon_groups[k].first + m->muon_groups[k].units == u)
-                    g = &m->muon_groups[k];
-            if (g && g->rows == rows && g->columns == p->columns &&
+            MuonGroup* g = last[p->id];
+            if (g && g->first + g->units == u && g->rows == rows && g->columns == p->columns &&
                 m->units[u].buffer[param_buffer(p->id)].shard == SHARD_NONE &&
                 (g->count + mine.count) * rows * p->columns <= GROUP_ELEMENTS) {
                 g->units++;
                 g->count += mine.count;
             } else {
-                m->muon_groups[m->muon_group_count++] = mine;
+                last[p->id] = &m->muon.groups[m->muon.group_count++];
+                *last[p->id] = mine;
             }
         }
     }
@@ -194,9 +189,9 @@ static void group_matrices(Model* m) {
 void model_plan_muon(Model* m, Arena* arena) {
     int64_t largest = 0, work = 0;
     group_matrices(m);
-    for (int i = 0; i < m->muon_group_count; i++) {
+    for (int i = 0; i < m->muon.group_count; i++) {
         // Equal parts of at most 3 GROUP_ELEMENTS of workspace, which a square group needs.
-        MuonGroup* g = &m->muon_groups[i];
+        MuonGroup* g = &m->muon.groups[i];
         const int64_t each = muon_work(1, g->rows, g->columns);
         const int64_t pieces = ceil_div(g->count, max_i64(3 * GROUP_ELEMENTS / each, 1));
         g->at_once = ceil_div(g->count, pieces);
@@ -207,13 +202,13 @@ void model_plan_muon(Model* m, Arena* arena) {
         if (p->shard == SHARD_NONE)
             largest = max_i64(largest, g->count * g->rows * g->columns);
         else
-            m->muon_wave_size = max_i64(m->muon_wave_size, round_up(p->n_muon, 64));
+            m->muon.wave_size = max_i64(m->muon.wave_size, round_up(p->n_muon, 64));
     }
-    if (largest) arena_add(arena, "Muon: matrices of a group", ELEMENT_X, largest, 0, (void**)&m->muon_x);
-    if (m->muon_wave_size) {
-        arena_add(arena, "Muon: units of two waves", ELEMENT_X, 2 * m->muon_wave_size, 0, (void**)&m->muon_waves);
-        arena_add(arena, "Muon: own parts of a wave", ELEMENT_X, m->muon_wave_size + 64 * m->layout.ranks, 0,
-                  (void**)&m->muon_parts);
+    if (largest) arena_add(arena, "Muon: matrices of a group", ELEMENT_X, largest, 0, (void**)&m->muon.x);
+    if (m->muon.wave_size) {
+        arena_add(arena, "Muon: units of two waves", ELEMENT_X, 2 * m->muon.wave_size, 0, (void**)&m->muon.waves);
+        arena_add(arena, "Muon: own parts of a wave", ELEMENT_X, m->muon.wave_size + 64 * m->layout.ranks, 0,
+                  (void**)&m->muon.parts);
     }
-    arena_add(arena, "Muon: workspace", ELEMENT_X, work, 0, (void**)&m->muon_work);
+    arena_add(arena, "Muon: workspace", ELEMENT_X, work, 0, (void**)&m->muon.work);
 }

@@ -1,5 +1,4 @@
-// Muon's part of an update: the optimizer of layers/muon.h, which needs whole matrices, on buffers of which ranks may
-// hold parts.
+// Muon's part of an update. Muon (layers/muon.h) needs whole matrices, and ranks may hold parts of them.
 #pragma once
 
 #include "model/model.h"

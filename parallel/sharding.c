@@ -57,11 +57,11 @@ void* moments_at(const ParamBuffer* p, int64_t at, int bf16_moments) {
     return (char*)p->m + at * (int64_t)(bf16_moments ? sizeof(uint16_t) : sizeof(real));
 }
 
-const real* gradients_at(const ParamBuffer* p, int64_t at) {
+const real* grad_at(const ParamBuffer* p, int64_t at) {
     return p->own_grad ? p->own_grad - (p->first - p->owned_from) + at : NULL;
 }
 
-const floatX* rounded_gradients_at(const ParamBuffer* p, int64_t at) {
+const floatX* rounded_grad_at(const ParamBuffer* p, int64_t at) {
     return p->rounded_grad ? p->rounded_grad + at : NULL;
 }
 
