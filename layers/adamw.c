@@ -1,7 +1,5 @@
 #include "layers/adamw.h"
 
-#include <math.h>
-
 #include "device/cpu.h"
 
 // Updates one buffer. Only the first n_decay elements have weight decay.

@@ -3,14 +3,10 @@
 // owns 8 elements, so that 8 loads of 16 bytes are in flight at once (6 with bf16 moments).
 #include "layers/adamw.h"
 
-#include <math.h>
-
 #include "layers/buffer_list.cuh"
 
-enum { THREADS = LIST_THREADS };
-
 template <typename Moment>
-static __global__ void __launch_bounds__(THREADS, 4)
+static __global__ void __launch_bounds__(LIST_THREADS, 4)
     adamw_kernel(const __grid_constant__ BufferList<AdamWBuffer> list, const AdamW* option, const StepState* state) {
     const int b = list_buffer(list);
     const AdamWBuffer& buffer = list.buffer[b];

@@ -9,7 +9,7 @@ void model_step_begin(Model* m, int64_t step) {
     const StepInputs inputs = {{(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
                                 (float)s->weight_decay, (float)s->clip},
                                {(float)settings_muon_lr(s, step), (float)s->muon_momentum, (float)s->weight_decay}};
-    const int64_t blocks = config_blocks(&m->config);
+    const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
     const double weight = settings_mtp_weight(s, step);
     // Hyperparameters go to device memory, where a replayed graph reads them.
     device_upload(m->step.inputs, &inputs, sizeof(inputs), m->ctx);
@@ -18,9 +18,8 @@ void model_step_begin(Model* m, int64_t step) {
     m->step.mtp_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
     m->step.first = 1;
     // Counters of the step.
-    device_zero(m->step.load, (size_t)(blocks * m->config.E) * sizeof(int64_t), m->ctx);
-    if (m->step.margins)
-        device_zero(m->step.margins, (size_t)(blocks * m->config.E * MARGIN_BINS) * sizeof(int64_t), m->ctx);
+    device_zero(m->step.load, (size_t)experts * sizeof(int64_t), m->ctx);
+    if (m->step.margins) device_zero(m->step.margins, (size_t)(experts * MARGIN_BINS) * sizeof(int64_t), m->ctx);
     if (m->step.measures) device_zero(m->step.mx_stats, (size_t)(blocks * BLOCK_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->step.state, m->ctx);
 }

@@ -10,12 +10,12 @@ static void sum_over_ranks(Model* m) {
     if (!m->world) return;
     comm_sum_double(m->world, &m->step.state->loss_sum, STEP_SUMS, m->ctx);
     comm_max(m->world, &m->step.state->max_logit, 1, m->ctx);
-    const int64_t experts = config_blocks(&m->config) * m->config.E;
+    const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
     comm_sum_i64(m->world, m->step.load, experts, m->ctx);
     if (m->step.margins) comm_sum_i64(m->world, m->step.margins, experts * MARGIN_BINS, m->ctx);
     if (m->step.measures)  // doubles, all of it
         comm_sum_double(m->world, (double*)m->step.mx_stats,
-                        config_blocks(&m->config) * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
+                        blocks * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
 }
 
 // AdamW's part of each buffer, after Muon's.
