@@ -57,10 +57,9 @@ static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
 
 // From norm1 on: attention, and the norm before the MLP.
 static void attention_part(Model* m, const Weight* w, const BlockSaved* s) {
-    const int64_t N = m->shapes.N, C = m->config.C;
     mla_forward(m, m->t.out, w, s);
-    residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, w[NORM2].w, m->config.norm_eps, N,
-                             C, m->ctx);
+    residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, w[NORM2].w, m->config.norm_eps,
+                             m->shapes.N, m->config.C, m->ctx);
 }
 
 // Backward needs no output of the MLP, so the last product is not repeated.

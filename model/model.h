@@ -77,7 +77,7 @@ enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 // pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
-// Shapes of what is being computed: B sequences of T tokens, N = B T. T is window, or window - k in MTP module k.
+// Shapes of the current computation: B sequences of T tokens, N = B T. T is window, or window - k in MTP module k.
 typedef struct Shapes {
     int64_t window, B, T, N;
     AttnShape attention;
@@ -90,7 +90,7 @@ typedef struct StepInputs {
     Muon muon;
 } StepInputs;
 
-// A training step: hyperparameters, results and counters in device memory, then what the host knows of it.
+// A training step: hyperparameters, results and counters in device memory, then the host's own numbers.
 typedef struct Step {
     StepInputs* inputs;
     StepState* state;
