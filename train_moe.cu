@@ -178,7 +178,7 @@ static void queue_step(Run* r, Loader* loader, int64_t step) {
     Model* m = r->model;
     int64_t micro_steps = r->settings.tokens_per_step / settings_micro_tokens(&r->settings);
     stopwatch_start(r->watch[step % 2], m->ctx);
-    m->measures = due(step, r->settings.mx_stats);
+    m->step.measures = due(step, r->settings.mx_stats);
     model_step_begin(m, step);
     for (int64_t i = 0; i < micro_steps; i++) {
         const int32_t *input, *target;
@@ -193,9 +193,9 @@ static void queue_step(Run* r, Loader* loader, int64_t step) {
 // Starts the copies of a step's results to the host. The step before must be reported: it used the same buffers.
 static void fetch_step(Run* r, int64_t step) {
     Model* m = r->model;
-    fetch_begin(r->state, m->state, m->ctx);
-    fetch_begin(r->load, m->load, m->ctx);
-    if (r->mx_stats && due(step, r->settings.mx_stats)) fetch_begin(r->mx_stats, m->mx_stats, m->ctx);
+    fetch_begin(r->state, m->step.state, m->ctx);
+    fetch_begin(r->load, m->step.load, m->ctx);
+    if (r->mx_stats && due(step, r->settings.mx_stats)) fetch_begin(r->mx_stats, m->step.mx_stats, m->ctx);
     r->pending = step;
 }
 

@@ -8,7 +8,7 @@
 //
 // A kernel's time begins at its start. If it started before the previous kernel ended (PDL), its time begins at that
 // end. Communication between GPUs counts as a whole; it is exposed while no other work runs. A step begins with the
-// kernel step_begin (layers/adamw.cu).
+// kernel step_begin (layers/step.cu).
 #include <cupti.h>
 #include <cxxabi.h>
 

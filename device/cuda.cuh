@@ -173,6 +173,17 @@ static __device__ __forceinline__ T warp_sum(T x) {
     return x;
 }
 
+// The sum over a block, warp by warp, returned in every thread.
+static __device__ __forceinline__ double block_sum(double x) {
+    __shared__ double part[32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
+    __syncthreads();
+    double sum = 0;
+    for (int w = 0; w < (int)blockDim.x / 32; w++) sum += part[w];
+    return sum;
+}
+
 template <int LANES = 32>
 static __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll

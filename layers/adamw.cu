@@ -1,104 +1,12 @@
-// AdamW, the gradient norm and the decisions of a step.
-//
 // adamw_update processes up to 32 buffers per launch. It reads master, m, v and grad once and writes master, m, v and
 // weight once: 28 bytes a parameter, or 20 with bf16 moments; 2 less with a rounded gradient. Bound by memory. A thread
 // owns 8 elements, so that 8 loads of 16 bytes are in flight at once (6 with bf16 moments).
-//
-// Reductions are in double over fixed chunks: one block per chunk, then one block over the chunks' sums. The order of
-// summation depends neither on the number of SMs nor on timing.
-#include <math.h>
-
 #include "layers/adamw.h"
+
 #include "layers/buffer_list.cuh"
 
-enum { CHUNK = 16384, THREADS = LIST_THREADS, TOTAL_THREADS = 1024 };
-
-static __device__ double block_sum(double x) {  // valid in thread 0
-    __shared__ double part[32];
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
-    __syncthreads();
-    double sum = 0;
-    if (threadIdx.x == 0)
-        for (int w = 0; w < (int)blockDim.x / 32; w++) sum += part[w];
-    return sum;
-}
-
-template <int SQUARED>
-static __device__ __forceinline__ double term(float x) {
-    return SQUARED ? (double)x * x : (double)x;
-}
-
-// Four values: one access of 16 bytes, or of 8.
-static __device__ __forceinline__ float4 load4(const float* p) { return *(const float4*)p; }
-static __device__ __forceinline__ float4 load4(const floatX* p) {
-    const uint2 pair = *(const uint2*)p;
-    return make_float4(__uint_as_float(pair.x << 16), __uint_as_float(pair.x & 0xffff0000u),
-                       __uint_as_float(pair.y << 16), __uint_as_float(pair.y & 0xffff0000u));
-}
-
-template <int SQUARED, typename T>
-static __global__ void sum_chunks_kernel(double* partial, const T* x, int64_t n) {
-    // A full chunk in vectors of four, or the rest in the last chunk.
-    const int64_t first = blockIdx.x * (int64_t)CHUNK;
-    double sum = 0;
-    if (first + CHUNK <= n) {
-#pragma unroll 8
-        for (int i = threadIdx.x; i < CHUNK / 4; i += THREADS) {
-            const float4 f = load4(x + first + 4 * i);
-            sum += (term<SQUARED>(f.x) + term<SQUARED>(f.y)) + (term<SQUARED>(f.z) + term<SQUARED>(f.w));
-        }
-    } else {
-        for (int64_t i = first + threadIdx.x; i < n && i < first + CHUNK; i += THREADS)
-            sum += term<SQUARED>((float)x[i]);
-    }
-
-    // One partial sum per chunk.
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
-}
-
-// *total += the chunks' sums, in a fixed order.
-static __global__ void add_total_kernel(double* total, const double* partial, int64_t count) {
-    wait_for_previous();
-    double sum = 0;
-    for (int64_t i = threadIdx.x; i < count; i += TOTAL_THREADS) sum += partial[i];
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) *total += sum;
-}
-
-template <int SQUARED, typename T>
-static void add_sum(double* total, const T* x, int64_t n, Ctx* ctx) {
-    ASSERT(aligned(x));
-    int64_t chunks = ceil_div(n, CHUNK);
-    double* partial = ctx_workspace<double>(ctx, chunks);
-    launch(sum_chunks_kernel<SQUARED, T>, chunks, THREADS, 0, ctx, partial, x, n);
-    launch_early(add_total_kernel, 1, TOTAL_THREADS, 0, ctx, total, partial, chunks);
-}
-
-size_t adamw_workspace(int64_t n) { return (size_t)ceil_div(n, CHUNK) * sizeof(double); }
-
-void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx) { add_sum<0>(sum, loss, N, ctx); }
-
-void grad_norm_add(StepState* state, const real* grad, const floatX* rounded, int64_t n, Ctx* ctx) {
-    rounded ? add_sum<1>(&state->grad_sq, rounded, n, ctx) : add_sum<1>(&state->grad_sq, grad, n, ctx);
-}
-
-// One thread each: the sums and decisions of a step are a few numbers.
-static __global__ void step_begin_kernel(StepState* state) { step_begin_now(state); }
-
-void step_begin(StepState* state, Ctx* ctx) { launch(step_begin_kernel, 1, 1, 0, ctx, state); }
-
-static __global__ void step_decide_kernel(StepState* state, int64_t tokens, const AdamW* opt) {
-    step_decide_now(state, tokens, opt);
-}
-
-void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
-    launch(step_decide_kernel, 1, 1, 0, ctx, state, tokens, opt);
-}
-
 template <typename Moment>
-static __global__ void __launch_bounds__(THREADS, 4)
+static __global__ void __launch_bounds__(LIST_THREADS, 4)
     adamw_kernel(const __grid_constant__ BufferList<AdamWBuffer> list, const AdamW* option, const StepState* state) {
     const int b = list_buffer(list);
     const AdamWBuffer& buffer = list.buffer[b];

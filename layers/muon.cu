@@ -43,17 +43,6 @@ void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* o
     launch_list(bf16 ? muon_momentum_kernel<floatX> : muon_momentum_kernel<float>, buffers, count, ctx, opt, state);
 }
 
-// The sum over a block, returned in every thread.
-static __device__ __forceinline__ double block_sum(double x) {
-    __shared__ double part[THREADS / 32];
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
-    __syncthreads();
-    double sum = 0;
-    for (int w = 0; w < THREADS / 32; w++) sum += part[w];
-    return sum;
-}
-
 // squares[matrix][chunk] = sum of squares; grid (chunks, matrices).
 static __global__ void __launch_bounds__(THREADS) muon_square_kernel(double* squares, const floatX* x, int64_t n) {
     wait_for_previous();

@@ -16,7 +16,7 @@
 // matmul_workspace() (layers/matmul.h).
 #pragma once
 
-#include "layers/adamw.h"
+#include "layers/step.h"
 
 enum { MUON_STEPS = 5 };
 #define MUON_EPS 1e-7

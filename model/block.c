@@ -1,5 +1,5 @@
-// Functions that forward, backward and MTP modules share: weights and gradients of a unit, and rotary positions.
-#include "model/model.h"
+// Weights and gradients of a unit, and rotary positions: for blocks, MTP modules and passes.
+#include "model/block.h"
 
 Unit* unit_begin(Model* m, int unit, int next) {
     Unit* u = &m->units[unit];
@@ -10,7 +10,8 @@ Unit* unit_begin(Model* m, int unit, int next) {
     for (int i = 0; i < PARAMS; i++) {
         if (u->at[i] < 0) continue;
         Weight* w = &u->w[i];
-        w->stats = m->measures && u->layer >= 0 ? m->mx_stats + u->layer * BLOCK_STATS + i * WEIGHT_STATS : NULL;
+        w->stats =
+            m->step.measures && u->layer >= 0 ? m->step.mx_stats + u->layer * BLOCK_STATS + i * WEIGHT_STATS : NULL;
         if (u->version != weights_version(m->sharding)) weight_quantize(w, m->ctx);
     }
     u->version = weights_version(m->sharding);
@@ -31,7 +32,7 @@ static void zero_gradients(const ParamBuffer* p, int64_t from, int64_t end, Ctx*
 // as 0, and with them the padding behind each matrix and buffer.
 void unit_grads_begin(Model* m, int unit) {
     Unit* u = &m->units[unit];
-    grads_get(m->sharding, unit, m->first, m->ctx);
+    grads_get(m->sharding, unit, m->step.first, m->ctx);
     for (int b = 0; b < BUFFERS; b++) {
         const ParamBuffer* p = &u->buffer[b];
         int64_t done = 0;
@@ -50,10 +51,10 @@ void unit_grads_begin(Model* m, int unit) {
 // Each rank adds the squares of its own shards, so each parameter counts once. The sums run on the side stream, in the
 // order of backward.
 void unit_grads_end(Model* m, int unit, int last) {
-    Ctx* side = grads_reduce(m->sharding, unit, m->first, last, m->ctx);
+    Ctx* side = grads_reduce(m->sharding, unit, m->step.first, last, m->ctx);
     for (int b = 0; b < BUFFERS; b++) {
         const ParamBuffer* p = &m->units[unit].buffer[b];
-        if (last && p->n) grad_norm_add(m->state, p->own_grad, p->rounded_grad, p->part, side);
+        if (last && p->n) grad_norm_add(m->step.state, p->own_grad, p->rounded_grad, p->part, side);
     }
 }
 
@@ -69,7 +70,7 @@ void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
     const ModelConfig* c = &m->config;
     // The rope part is the last of each query head, and the last of a row of kva.
     int64_t qk = c->nope + c->rope;
-    RopeShape of_q = {m->B * m->T, m->T, c->H, c->rope, c->H * qk, qk};
-    RopeShape of_k = {m->B * m->T, m->T, 1, c->rope, c->kv_lora + c->rope, 0};
+    RopeShape of_q = {m->shapes.N, m->shapes.T, c->H, c->rope, c->H * qk, qk};
+    RopeShape of_k = {m->shapes.N, m->shapes.T, 1, c->rope, c->kv_lora + c->rope, 0};
     rope_apply(q + c->nope, of_q, kva + c->kv_lora, of_k, m->rope_table, direction, m->ctx);
 }

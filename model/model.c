@@ -9,6 +9,7 @@
 #include "layers/embedding.h"
 #include "layers/matmul.h"
 #include "layers/rmsnorm.h"
+#include "model/update_muon.h"
 #include "mx/mx_check.h"
 
 // align MX_CHUNK: the four blocks of 128 elements share a scale. align 1: each block of 32 has its own.
@@ -23,17 +24,18 @@ static int64_t expert_align(const Settings* s) { return s->expert_precision && s
 void model_shapes(Model* m, int k) {
     const ModelConfig* c = &m->config;
     const Settings* s = &m->settings;
-    const int64_t B = m->B, T = m->window - k;
-    m->T = T;
+    const int64_t B = m->shapes.B, T = m->shapes.window - k, N = B * T;
+    m->shapes.T = T;
+    m->shapes.N = N;
     m->gemms.batch = k;
 
     // Attention, in the order of the struct.
     const AttnShape attn = {B, T, c->H, c->nope, c->rope, c->v, c->kv_lora + c->rope, (float)config_softmax_scale(c)};
-    m->attn_shape = attn;
+    m->shapes.attention = attn;
 
     // Router.
-    RouterShape* router = &m->moe_shape.router;
-    router->N = B * T;
+    RouterShape* router = &m->shapes.moe.router;
+    router->N = N;
     router->T = T;
     router->C = c->C;
     router->E = (int32_t)c->E;
@@ -46,7 +48,7 @@ void model_shapes(Model* m, int k) {
     router->force_balance = (int32_t)s->force_balance;
 
     // Experts, and the formats of their tensors.
-    MoeShape* moe = &m->moe_shape;
+    MoeShape* moe = &m->shapes.moe;
     moe->F = c->F;
     moe->shared_F = c->shared * c->F;
     moe->ep = m->layout.ep;
@@ -96,7 +98,7 @@ static void set_weights(Unit* u) {
 // The activations of a block, all but its input.
 static void plan_block(Arena* a, BlockSaved* s, const Model* m, int dense_mlp) {
     const ModelConfig* c = &m->config;
-    int64_t N = m->B * m->T;
+    int64_t N = m->shapes.N;
     arena_add(a, "norm before attention", ELEMENT_X, N * c->C, 1, (void**)&s->norm1);
     // Queries, then keys and values.
     if (c->q_lora) {
@@ -124,7 +126,7 @@ static void plan_block(Arena* a, BlockSaved* s, const Model* m, int dense_mlp) {
 static void plan_scratch(Arena* a, Model* m) {
     const ModelConfig* c = &m->config;
     Workspace* t = &m->t;
-    int64_t N = m->B * m->T;
+    int64_t N = m->shapes.N;
     // Residual stream and dense MLP.
     arena_add(a, "block output", ELEMENT_X, N * c->C, 1, (void**)&t->out);
     arena_add(a, "d residual stream", ELEMENT_X, N * c->C, 1, (void**)&t->dx);
@@ -152,7 +154,7 @@ static void plan_scratch(Arena* a, Model* m) {
         arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&t->rstd_embed);
         arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&t->rstd_in);
     }
-    arena_add(a, "logits of a chunk", ELEMENT_X, m->chunk * config_vocab_padded(c), 0, (void**)&t->logits);
+    arena_add(a, "logits of a chunk", ELEMENT_X, m->t.chunk * config_vocab_padded(c), 0, (void**)&t->logits);
     arena_add(a, "logits of a token", ELEMENT_REAL, c->V, 0, (void**)&t->logits_row);
 }
 
@@ -184,7 +186,7 @@ static void plan_params(Model* m) {
 static void plan_activations(Model* m) {
     const ModelConfig* c = &m->config;
     Arena* saved = &m->arena[IN_SAVED];
-    const int64_t N = m->B * m->T, count = config_blocks(c);
+    const int64_t N = m->shapes.N, count = config_blocks(c);
     const int per_block = m->settings.recompute != RECOMPUTE_BLOCK;
     // The blocks, MTP modules included.
     m->blocks = (BlockSaved*)host_alloc((size_t)count * sizeof(BlockSaved));
@@ -209,14 +211,14 @@ static void plan_workspace(Model* m, Backend backend) {
     const Settings* s = &m->settings;
     const ModelConfig* c = &m->config;
     Arena* scratch = &m->arena[IN_SCRATCH];
-    const int64_t N = m->B * m->T, moe_blocks = config_blocks(c) - c->dense_layers;
+    const int64_t N = m->shapes.N, moe_blocks = config_blocks(c) - c->dense_layers;
     const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
-    m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
+    m->t.chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
     if (s->linear_precision || s->expert_precision) linear_plan(scratch, &m->gemms, N, 1 + (int)c->mtp);
     const int windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && moe_blocks > 0;
-    m->capacity = m->moe_shape.capacity = windows ? s->capacity : 0;
-    if (moe_blocks > 0) moe_plan(&m->arena[IN_POOL], m->moe_shape, moe_blocks, s->ep > 1 ? s->capacity : 1);
+    m->capacity = m->shapes.moe.capacity = windows ? s->capacity : 0;
+    if (moe_blocks > 0) moe_plan(&m->arena[IN_POOL], m->shapes.moe, moe_blocks, s->ep > 1 ? s->capacity : 1);
 }
 
 // The batch, losses, counters, and the state of a step.
@@ -224,24 +226,24 @@ static void plan_state(Model* m) {
     const Settings* s = &m->settings;
     const ModelConfig* c = &m->config;
     Arena* state = &m->arena[IN_STATE];
-    const int64_t N = m->B * m->T, count = config_blocks(c);
+    const int64_t N = m->shapes.N, count = config_blocks(c);
     // Batch and tables.
     arena_add(state, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
     arena_add(state, "targets", ELEMENT_I32, (1 + c->mtp) * N, 1, (void**)&m->targets);
     arena_add(state, "losses", ELEMENT_REAL, N, 1, (void**)&m->losses);
-    arena_add(state, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
+    arena_add(state, "rope table", ELEMENT_REAL, m->shapes.T * c->rope, 0, (void**)&m->rope_table);
     arena_add(state, "router biases", ELEMENT_REAL, count * c->E, 0, (void**)&m->bias);
     // Counters of a step. Loads and margins are integers, so their sums over the ranks are exact.
-    arena_add(state, "expert loads", ELEMENT_I64, count * c->E, 0, (void**)&m->load);
+    arena_add(state, "expert loads", ELEMENT_I64, count * c->E, 0, (void**)&m->step.load);
     const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
-    if (bins) arena_add(state, "router margins", ELEMENT_I64, bins, 0, (void**)&m->margins);
+    if (bins) arena_add(state, "router margins", ELEMENT_I64, bins, 0, (void**)&m->step.margins);
     const int64_t tensors = s->mx_stats ? count * BLOCK_STATS : 0;
     arena_add(state, "quantization statistics", ELEMENT_BYTE, tensors * (int64_t)sizeof(MxStats), 0,
-              (void**)&m->mx_stats);
+              (void**)&m->step.mx_stats);
     // Structs that kernels read and write. Validation has a state of its own.
-    arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
+    arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->step.state);
     arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
-    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->inputs);
+    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->step.inputs);
 }
 
 void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
@@ -257,8 +259,8 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
                            .bf16_moments = (int)s->moments,
                            .muon = s->optimizer == MUON};
     m->layout = layout;
-    m->B = s->batch;
-    m->window = s->seq_len;
+    m->shapes.B = s->batch;
+    m->shapes.window = s->seq_len;
     model_shapes(m, 0);
 
     // The tables of buffers. No memory is allocated here.
@@ -276,20 +278,20 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
 static size_t side_workspace(const Model* m) {
     size_t bytes = 0;
     for (int u = 0; u < params_units(&m->config); u++)
-        for (int b = 0; b < BUFFERS; b++) bytes = max_size(bytes, adamw_workspace(m->units[u].buffer[b].part));
+        for (int b = 0; b < BUFFERS; b++) bytes = max_size(bytes, step_workspace(m->units[u].buffer[b].part));
     return bytes;
 }
 
 size_t model_workspace(const Model* m) {
     const ModelConfig* c = &m->config;
-    int64_t N = m->B * m->T;
+    int64_t N = m->shapes.N;
     // The ops of a stream run in order, so the largest need of all is enough.
-    size_t bytes = max_size(attention_workspace(m->attn_shape), rmsnorm_workspace(N, c->C));
+    size_t bytes = max_size(attention_workspace(m->shapes.attention), rmsnorm_workspace(N, c->C));
     bytes = max_size(bytes, max_size(matmul_workspace(), embedding_workspace(N, c->V)));
     bytes = max_size(bytes, rmsnorm_workspace(N, max_i64(c->q_lora, c->kv_lora)));
-    if (c->dense_layers < config_blocks(c)) bytes = max_size(bytes, moe_workspace(m->moe_shape));
+    if (c->dense_layers < config_blocks(c)) bytes = max_size(bytes, moe_workspace(m->shapes.moe));
     // The side stream runs at the same time, so its part is added.
-    bytes = max_size(bytes, adamw_workspace(N)) + side_workspace(m);
+    bytes = max_size(bytes, step_workspace(N)) + side_workspace(m);
     // The largest part of a large workspace, attention's for dk_rope, is the same in both builds. The GPU's has up to
     // an eighth more, and 32 MiB for matrix products at least, the CPU's some scratch for each thread.
     return m->arena[IN_PARAMS].backend == BACKEND ? bytes : bytes + bytes / 8 + ((size_t)32 << 20);
@@ -298,7 +300,7 @@ size_t model_workspace(const Model* m) {
 void model_plan_free(Model* m) {
     for (int i = 0; i < ARENAS; i++) arena_free(&m->arena[i]);
     sharding_destroy(m->sharding);
-    free(m->muon_groups);
+    free(m->muon.groups);
     free(m->units);
     free(m->blocks);
 }
@@ -335,7 +337,7 @@ static void* pool_memory(Model* m, Ranks* world) {
     m->no_windows = m->capacity > 0 ? windows_missing(m, world) : NULL;
     if (m->no_windows && m->settings.dispatch == DISPATCH_WINDOWS)
         die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
-    if (m->no_windows) m->capacity = m->moe_shape.capacity = 0;
+    if (m->no_windows) m->capacity = m->shapes.moe.capacity = 0;
     if (m->capacity > 0) return comm_window(m->ep, arena_bytes(a), a->purpose);
     arena_allocate(a);
     return a->memory;
@@ -363,13 +365,13 @@ Model* model_create(const Settings* s, Ranks* world) {
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
     m->pool = pool_create(m->arena[IN_POOL].purpose, pool_memory(m, world), arena_bytes(&m->arena[IN_POOL]));
     if (m->config.dense_layers < config_blocks(&m->config))
-        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->ep : NULL, m->pool, m->state, m->ctx);
+        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->ep : NULL, m->pool, m->step.state, m->ctx);
 
     // The table of rotary positions, and the CUDA graphs.
-    real* table = (real*)host_alloc((size_t)(m->T * m->config.rope) * sizeof(real));
+    real* table = (real*)host_alloc((size_t)(m->shapes.T * m->config.rope) * sizeof(real));
     RopeConfig rope = config_rope(&m->config);
-    rope_table(table, m->T, &rope);
-    device_upload(m->rope_table, table, (size_t)(m->T * m->config.rope) * sizeof(real), m->ctx);
+    rope_table(table, m->shapes.T, &rope);
+    device_upload(m->rope_table, table, (size_t)(m->shapes.T * m->config.rope) * sizeof(real), m->ctx);
     free(table);
     for (int i = 0; i < GRAPHS && !model_unreplayed(m); i++) m->graphs[i] = graph_create();
     return m;
@@ -402,8 +404,8 @@ void model_destroy(Model* m) {
 void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
     ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
     // Shapes. Module k has k tokens fewer in each sequence.
-    m->B = B;
-    m->window = T;
+    m->shapes.B = B;
+    m->shapes.window = T;
     model_shapes(m, 0);
     for (int k = 0; k <= m->config.mtp; k++) linear_batch(&m->gemms, k, B * max_i64(T - k, 0), m->ctx);
     device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);

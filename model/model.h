@@ -2,8 +2,8 @@
 //
 // A block (MLA attention, then dense or MoE MLP), with x the residual stream:
 //
-//   norm1 = rmsnorm(x)                                            model/forward.c reads top to bottom in this order,
-//   q     = norm1 Wq            or  rmsnorm(norm1 Wqa) Wqb        model/backward.c bottom to top
+//   norm1 = rmsnorm(x)                                            model/block_forward.c reads top to bottom,
+//   q     = norm1 Wq            or  rmsnorm(norm1 Wqa) Wqb        model/block_backward.c bottom to top
 //   kva   = norm1 Wkva          = [c_kv ; k_rope]
 //   kv    = rmsnorm(c_kv) Wkvb  = per head [k_nope ; v]
 //   q, k_rope turned by rope
@@ -30,6 +30,7 @@
 #include "layers/adamw.h"
 #include "layers/attention.h"
 #include "layers/muon.h"
+#include "layers/step.h"
 #include "model/params.h"
 #include "moe/moe.h"
 
@@ -64,6 +65,7 @@ typedef struct Workspace {
     floatX *joined, *djoined;    // (N, 2C): input of an MTP module's projection, and its gradient
     floatX* dembed;              // (N, C): gradient of the embeddings that MTP modules read, summed
     real *rstd_embed, *rstd_in;  // (N): of an MTP module's two norms
+    int64_t chunk;               // tokens per chunk of the classifier
     floatX* logits;              // (chunk, Vp)
     real* logits_row;            // (V), for model_logits
 } Workspace;
@@ -75,20 +77,47 @@ enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 // pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
+// Shapes of the current computation: B sequences of T tokens, N = B T. T is window, or window - k in MTP module k.
+typedef struct Shapes {
+    int64_t window, B, T, N;
+    AttnShape attention;
+    MoeShape moe;
+} Shapes;
+
 // Hyperparameters of a step, in device memory so that a captured CUDA graph reads new values.
 typedef struct StepInputs {
     AdamW adamw;
     Muon muon;
 } StepInputs;
 
-// Matrices of one shape that Muon takes together (model/update.c): those of a parameter in units first .. first +
-// units - 1.
+// A training step: hyperparameters, results and counters in device memory, then the host's own numbers.
+typedef struct Step {
+    StepInputs* inputs;
+    StepState* state;
+    int64_t* load;      // (L + mtp, E): tokens each expert got
+    int64_t* margins;   // (L + mtp, E, MARGIN_BINS): histograms; only with --balance quantile
+    MxStats* mx_stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
+    int measures;       // 1: this step fills mx_stats; set before model_step_begin, cleared by model_update
+    int first;          // 1: its first micro-step
+    int late;           // 1: the MTP loss weight is already --mtp-weight-end
+    float mtp_weight;   // weight of the loss of each MTP module
+} Step;
+
+// Matrices of one shape that Muon takes together: those of a parameter in units first .. first + units - 1.
 typedef struct MuonGroup {
     ParamId id;
     int first, units;
     int64_t count, rows, columns;  // matrices of all its units
     int64_t at_once;               // that are orthogonalized in one call
 } MuonGroup;
+
+// Muon's groups and buffers (model/update_muon.c).
+typedef struct MuonMemory {
+    MuonGroup* groups;  // NULL without Muon
+    int group_count;
+    int64_t wave_size;                 // elements of a unit that came in parts
+    floatX *x, *waves, *parts, *work;  // a group; the units of two waves; own parts of a wave; workspace
+} MuonMemory;
 
 // Captured graphs: 16 kinds of micro-steps (model/step.c), and the update.
 enum { UPDATE_GRAPH = 16, GRAPHS };
@@ -102,38 +131,29 @@ typedef struct Model {
     Arena arena[ARENAS];
     Unit* units;
     Sharding* sharding;
-    GemmWorkspace gemms;  // workspace shared by MXFP8 GEMMs
-    double capacity;      // capacity factor of the dispatch in training (moe/dispatch.h); 0: the host reads the sizes
-    char* no_windows;     // why --dispatch auto has no symmetric memory, or NULL
-    BlockSaved* blocks;   // (L + mtp)
-    BlockSaved rebuilt;   // the memory that blocks share with --recompute block
-    Pool* pool;           // activations of the MoE blocks, a stack in forward order
-    Dispatch* dispatch;   // of the MoE blocks
-    Output outputs[1 + MTP_MAX];
-    Workspace t;
-    int64_t chunk;  // tokens per chunk of the classifier
+    real* bias;  // (L + mtp, E): the routers' balance biases; rows of dense blocks stay 0
 
-    int64_t window;        // sequence length of the current micro-batch
-    int64_t B, T;          // batch size and sequence length being computed (T - k in MTP module k)
-    AttnShape attn_shape;  // shapes for B and T
-    MoeShape moe_shape;
+    // A micro-batch.
+    Shapes shapes;
     int32_t *tokens, *targets;  // (N), (1 + mtp, N): module k's are (B, T - k)
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
-    real* bias;                 // (L + mtp, E): the routers' balance biases; rows of dense blocks stay 0
-    int64_t* load;              // (L + mtp, E): tokens each expert got in this step
-    int64_t* margins;           // (L + mtp, E, MARGIN_BINS): histograms of this step; only with --balance quantile
-    int late;                   // 1: the MTP loss weight is already --mtp-weight-end
-    int first;                  // 1: first micro-step of its step
-    float mtp_weight;           // weight of the loss of each MTP module in this step
     int mtp_modules;            // MTP modules that this forward computes
-    MxStats* mx_stats;          // (L + mtp, BLOCK_STATS): quantization statistics of this step, with --mx-stats
-    int measures;               // 1: this step fills mx_stats; set before model_step_begin, cleared by model_update
-    StepState *state, *val_state;
-    StepInputs* inputs;
-    floatX *muon_x, *muon_waves, *muon_parts, *muon_work;  // model/update.c
-    int64_t muon_wave_size;                                // elements of one of the two in muon_waves
-    MuonGroup* muon_groups;                                // NULL without Muon
-    int muon_group_count;
+    BlockSaved* blocks;         // (L + mtp)
+    BlockSaved rebuilt;         // the memory that blocks share with --recompute block
+    Output outputs[1 + MTP_MAX];
+    Workspace t;
+    GemmWorkspace gemms;  // workspace shared by MXFP8 GEMMs
+
+    // MoE blocks.
+    Pool* pool;  // their activations, a stack in forward order
+    Dispatch* dispatch;
+    double capacity;   // capacity factor of the dispatch in training (moe/dispatch.h); 0: the host reads the sizes
+    char* no_windows;  // why --dispatch auto has no symmetric memory, or NULL
+
+    // A step.
+    Step step;
+    StepState* val_state;  // of validation
+    MuonMemory muon;
     Graph* graphs[GRAPHS];  // NULL: not replayed
 } Model;
 
@@ -147,8 +167,8 @@ void model_init(Model* model, uint64_t seed);
 void model_destroy(Model* model);
 // Bytes of workspace for the ops of both streams. For a plan of the other build: an upper bound.
 size_t model_workspace(const Model* model);
-// Adds Muon's buffers to `arena`.
-void model_plan_muon(Model* model, Arena* arena);
+// Sets the shapes for the main model (0) or MTP module k.
+void model_shapes(Model* model, int k);
 
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
 // B * T and T must not exceed the settings' batch * seq_len and seq_len.
@@ -176,28 +196,3 @@ const char* model_unreplayed(const Model* model);
 
 // Logits (V) of token n of the current batch, copied to the host; after model_forward.
 void model_logits(Model* model, int64_t n, real* host_logits);
-
-// Between begin and end, unit->w holds the unit's weights: gathered, and quantized again if they have changed. `next`
-// is prefetched meanwhile (out of range: none).
-Unit* unit_begin(Model* model, int unit, int next);
-void unit_end(Model* model, int unit);
-// Between begin and end, ops write or accumulate the unit's gradients. `end` starts their reduction over the ranks:
-// sharded gradients in every micro-step, replicated ones in the last. The last adds their squares to state->grad_sq.
-void unit_grads_begin(Model* model, int unit);
-void unit_grads_end(Model* model, int unit, int last_micro_step);
-
-// Sets the shapes for the main model (0) or MTP module k.
-void model_shapes(Model* model, int k);
-// A block: forward writes t.out; backward turns t.dx, the gradient after the block, into the gradient before it.
-// An output: the head's input of the main model (0) or MTP module k; backward writes t.dx. An MTP module (model/mtp.c).
-void block_forward(Model* model, const Unit* unit, int train);
-void block_backward(Model* model, const Unit* unit, float aux);
-void output_forward(Model* model, int k, const Unit* unit);
-void output_backward(Model* model, int k, const Unit* unit);
-void module_forward(Model* model, int k);
-void module_backward(Model* model, int k, float aux, int last_micro_step);
-
-MoeWeights model_moe_weights(const Model* model, const Unit* unit);
-void model_rope(Model* model, floatX* q, floatX* kva, int direction);
-// Activation checkpointing: computes a block's activations again from its residual.
-void model_rebuild_block(Model* model, const Unit* unit);

@@ -1,30 +1,30 @@
 // A module of multi-token prediction (MTP), forward and backward: a block between a projection and a norm. Formulas and
 // names: model/model.h.
 #include "layers/rmsnorm.h"
-#include "model/model.h"
+#include "model/block.h"
 
 // Copies rows first .. first + T - k - 1 of each sequence of `rows` (B, from, C) into one half of `joined`, which is
 // (B, T - k, 2C). With back 1 it copies the other way.
 static void copy_half(Model* m, floatX* joined, floatX* rows, int64_t from, int64_t first, int back) {
     const int64_t C = m->config.C;
     const size_t row = (size_t)C * sizeof(floatX);
-    for (int64_t b = 0; b < m->B; b++) {
-        floatX *half = joined + b * m->T * 2 * C, *all = rows + (b * from + first) * C;
-        device_copy_rows(back ? all : half, back ? row : 2 * row, back ? half : all, back ? 2 * row : row, row, m->T,
-                         m->ctx);
+    for (int64_t b = 0; b < m->shapes.B; b++) {
+        floatX *half = joined + b * m->shapes.T * 2 * C, *all = rows + (b * from + first) * C;
+        device_copy_rows(back ? all : half, back ? row : 2 * row, back ? half : all, back ? 2 * row : row, row,
+                         m->shapes.T, m->ctx);
     }
 }
 
 // t.joined = [norm of the embeddings, norm of the output before]. The norms run on all rows; k and 1 rows a sequence
 // are not copied.
 static void join(Model* m, int k, const Weight* w) {
-    const int64_t C = m->config.C, T = m->window, before = T - k + 1;
+    const int64_t C = m->config.C, T = m->shapes.window, before = T - k + 1;
     Workspace* t = &m->t;
-    rmsnorm_forward(t->out, t->rstd_embed, m->blocks[0].residual, C, w[ENORM].w, m->config.norm_eps, m->B * T, C,
+    rmsnorm_forward(t->out, t->rstd_embed, m->blocks[0].residual, C, w[ENORM].w, m->config.norm_eps, m->shapes.B * T, C,
                     m->ctx);
     copy_half(m, t->joined, t->out, T, k, 0);
-    rmsnorm_forward(t->out, t->rstd_in, m->outputs[k - 1].norm, C, w[HNORM].w, m->config.norm_eps, m->B * before, C,
-                    m->ctx);
+    rmsnorm_forward(t->out, t->rstd_in, m->outputs[k - 1].norm, C, w[HNORM].w, m->config.norm_eps, m->shapes.B * before,
+                    C, m->ctx);
     copy_half(m, t->joined + C, t->out, before, 0, 0);
 }
 
@@ -34,7 +34,7 @@ void module_forward(Model* m, int k) {
     model_shapes(m, k);
     Unit* u = unit_begin(m, unit, unit + 1);
     join(m, k, u->w);
-    linear_forward(m->blocks[u->layer].residual, m->t.joined, &u->w[EH_PROJ], m->B * m->T, m->ctx);
+    linear_forward(m->blocks[u->layer].residual, m->t.joined, &u->w[EH_PROJ], m->shapes.N, m->ctx);
     block_forward(m, u, 1);
     output_forward(m, k, u);
     unit_end(m, unit);
@@ -45,7 +45,7 @@ void module_forward(Model* m, int k) {
 // no gradient.
 static void join_backward(Model* m, floatX* dx, const Weight* w, floatX* half, const floatX* x, const real* rstd,
                           int64_t from, int64_t first, int accumulate) {
-    const int64_t C = m->config.C, rows = m->B * from;
+    const int64_t C = m->config.C, rows = m->shapes.B * from;
     floatX* dnorm = m->t.out;
     // The gradient of the norm's output, with 0 in rows that the module did not read.
     device_zero(dnorm, (size_t)(rows * C) * sizeof(floatX), m->ctx);
@@ -55,7 +55,7 @@ static void join_backward(Model* m, floatX* dx, const Weight* w, floatX* half, c
 
 void module_backward(Model* m, int k, float aux, int last) {
     const int unit = params_block_unit(&m->config, m->config.L - 1 + k);
-    const int64_t T = m->window, C = m->config.C;
+    const int64_t T = m->shapes.window, C = m->config.C;
     const Output* before = &m->outputs[k - 1];
     Workspace* t = &m->t;
     model_shapes(m, k);
@@ -67,7 +67,7 @@ void module_backward(Model* m, int k, float aux, int last) {
 
     // The projection, then both norms. The last module is the first that the embeddings get a gradient from.
     join(m, k, u->w);
-    linear_backward(t->djoined, t->dx, t->joined, &u->w[EH_PROJ], m->B * m->T, m->ctx);
+    linear_backward(t->djoined, t->dx, t->joined, &u->w[EH_PROJ], m->shapes.N, m->ctx);
     join_backward(m, t->dembed, &u->w[ENORM], t->djoined, m->blocks[0].residual, t->rstd_embed, T, k,
                   k < m->mtp_modules);
     join_backward(m, before->dnorm, &u->w[HNORM], t->djoined + C, before->norm, t->rstd_in, T - k + 1, 0, 1);

@@ -150,7 +150,7 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
         CheckpointFile* files = model_files(m, recorded_bias_place(m, manifest), optimizer, &file_count);
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state = {.updates = record.updates};
-            device_upload(m->state, &state, sizeof(state), m->ctx);
+            device_upload(m->step.state, &state, sizeof(state), m->ctx);
             resumed = record.step;
             if (optimizer != m->settings.optimizer)
                 printf("optimizer  was %s: the %s of the matrices that Muon trains start at zero\n",

@@ -189,8 +189,8 @@ static void report_items(const Model* m, Backend build) {
     const int64_t ranks = m->settings.ranks;
     size_t total = 0;
     printf("\nmemory of each of %ld rank%s, %s build (weights and activations in %s), %ld tokens a micro-step\n", ranks,
-           ranks == 1 ? "" : "s", names[build], build == BACKEND_CPU ? "float32" : "bf16", m->B * m->T);
-    for (int i = 0; i < ARENAS; i++) total += report_arena(&m->arena[i], m->B * m->T);
+           ranks == 1 ? "" : "s", names[build], build == BACKEND_CPU ? "float32" : "bf16", m->shapes.N);
+    for (int i = 0; i < ARENAS; i++) total += report_arena(&m->arena[i], m->shapes.N);
     total +=
         report_line(build == BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)", model_workspace(m));
     if (build == BACKEND_CUDA)

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "device/check.h"
-#include "layers/adamw.h"
+#include "layers/step.h"
 #include "moe/moe.h"
 
 // Rows of the table, by type: group, name, field of Settings, default (NULL: from the group's first option), range or

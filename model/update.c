@@ -1,46 +1,21 @@
 // The end of a step: sums over the ranks, the decision whether the step is good, then the update of all parameters.
-//
-// Muon needs whole matrices. Where a rank holds whole buffers, it takes the matrices of one shape together: those of a
-// parameter in all units that follow one another, up to GROUP_ELEMENTS. Where ranks hold parts, the units are taken in
-// waves, one unit for each rank. Rank i owns unit i of a wave:
-//
-//   own part   u = g + momentum m of each unit of the wave                    muon_momentum
-//   all-to-all each rank gets all parts of the unit that it owns
-//   owner      orthogonalizes the unit's matrices                             muon_orthogonalize
-//   all-to-all each rank gets its parts back
-//   own part   w = w - lr (x + weight_decay w)                                muon_update
-//
-// The all-to-alls run on the side stream, with the work on own parts. They overlap with the Newton-Schulz steps of the
-// wave before and of the whole buffers:
-//
-//   stream         | whole buffers | owned units of wave 0      | owned units of wave 1      |
-//   side stream    | exchange 0    | exchange 1                 | return 0    | exchange 2   | return 1 ..
+// Muon's part is in model/update_muon.c.
 #include <stdlib.h>
 
 #include "device/check.h"
-#include "model/model.h"
+#include "model/update_muon.h"
 
 // Sums over the ranks what decides the step.
 static void sum_over_ranks(Model* m) {
     if (!m->world) return;
-    comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);
-    comm_max(m->world, &m->state->max_logit, 1, m->ctx);
-    const int64_t experts = config_blocks(&m->config) * m->config.E;
-    comm_sum_i64(m->world, m->load, experts, m->ctx);
-    if (m->margins) comm_sum_i64(m->world, m->margins, experts * MARGIN_BINS, m->ctx);
-    if (m->measures)  // doubles, all of it
-        comm_sum_double(m->world, (double*)m->mx_stats,
-                        config_blocks(&m->config) * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
-}
-
-static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
-
-// The gradients from owned element `from` on. One of the two is NULL.
-static const real* owned_grad(const ParamBuffer* p, int64_t from) {
-    return p->own_grad ? p->own_grad - (p->first - p->owned_from) + from : NULL;
-}
-static const floatX* rounded_grad(const ParamBuffer* p, int64_t from) {
-    return p->rounded_grad ? p->rounded_grad + from : NULL;
+    comm_sum_double(m->world, &m->step.state->loss_sum, STEP_SUMS, m->ctx);
+    comm_max(m->world, &m->step.state->max_logit, 1, m->ctx);
+    const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
+    comm_sum_i64(m->world, m->step.load, experts, m->ctx);
+    if (m->step.margins) comm_sum_i64(m->world, m->step.margins, experts * MARGIN_BINS, m->ctx);
+    if (m->step.measures)  // doubles, all of it
+        comm_sum_double(m->world, (double*)m->step.mx_stats,
+                        blocks * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
 }
 
 // AdamW's part of each buffer, after Muon's.
@@ -52,151 +27,14 @@ static void update_by_adamw(Model* m) {
         const int64_t from = muon_owned(p), n = p->owned - from;
         if (p->n == 0 || n == 0) continue;
         void* moments = moments_at(p, from, m->layout.bf16_moments);
-        const int64_t decay = clamp(p->n_decay - p->owned_from - from, n);
+        const int64_t decay = min_i64(max_i64(p->n_decay - p->owned_from - from, 0), n);
         const AdamWBuffer buffer = {
-            p->owned_weight + from, p->master + from, moments, p->v, owned_grad(p, from), n, decay,
-            rounded_grad(p, from)};
+            p->owned_weight + from,  p->master + from, moments, p->v, grad_at(p, from), n, decay,
+            rounded_grad_at(p, from)};
         list[count++] = buffer;
     }
-    adamw_update(list, count, m->layout.bf16_moments, &m->inputs->adamw, m->state, m->ctx);
+    adamw_update(list, count, m->layout.bf16_moments, &m->step.inputs->adamw, m->step.state, m->ctx);
     free(list);
-}
-
-// The group's matrices, one after another in x.
-static void orthogonalize(Model* m, const MuonGroup* g, floatX* x) {
-    for (int64_t first = 0; first < g->count; first += g->at_once)
-        muon_orthogonalize(x + first * g->rows * g->columns, m->muon_work, min_i64(g->at_once, g->count - first),
-                           g->rows, g->columns, m->ctx);
-}
-
-// n owned elements of a buffer from `from` on, and their place in x.
-static MuonBuffer muon_buffer(const Model* m, const ParamBuffer* p, int64_t from, int64_t n, floatX* x) {
-    const MuonBuffer buffer = {x,
-                               moments_at(p, from, m->layout.bf16_moments),
-                               owned_grad(p, from),
-                               p->owned_weight + from,
-                               p->master + from,
-                               n,
-                               rounded_grad(p, from)};
-    return buffer;
-}
-
-// A group whose buffers this rank has whole.
-static void update_group(Model* m, const MuonGroup* g) {
-    const int64_t n = g->count / g->units * g->rows * g->columns;
-    // muon_x holds the matrices of all units of the group, in their order.
-    MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)g->units * sizeof(MuonBuffer));
-    for (int i = 0; i < g->units; i++) {
-        const Unit* u = &m->units[g->first + i];
-        list[i] = muon_buffer(m, &u->buffer[param_buffer(g->id)], u->at[g->id], n, m->muon_x + i * n);
-    }
-    muon_momentum(list, g->units, m->layout.bf16_moments, &m->inputs->muon, m->state, m->ctx);
-    orthogonalize(m, g, m->muon_x);
-    muon_update(list, g->units, &m->inputs->muon, m->state, m->ctx);
-    free(list);
-}
-
-// A wave: `count` units, at most one for each rank that shares their buffers b.
-typedef struct Wave {
-    int b, count;
-    int* units;
-} Wave;
-
-// The waves of all sharded buffers; returns how many. The last wave of dense buffers, or of experts, may be short.
-static int list_waves(const Model* m, Wave* waves, int* units) {
-    int n = 0;
-    for (int b = 0; b < BUFFERS; b++) {
-        Wave* wave = NULL;
-        for (int u = 0; u < params_units(&m->config); u++) {
-            const ParamBuffer* p = &m->units[u].buffer[b];
-            if (p->n_muon == 0 || p->shard == SHARD_NONE) continue;
-            if (!wave || wave->count == p->parts) {
-                const Wave empty = {b, 0, units};
-                wave = &waves[n++];
-                *wave = empty;
-            }
-            wave->units[wave->count++] = u;
-            units++;
-        }
-    }
-    return n;
-}
-
-static Comm* wave_comm(const Model* m, const Wave* w) { return w->b == EXPERT_PARAMS ? m->expert_dp : m->world; }
-
-// The all-to-all of a wave, from own parts to the owners' x (back 0), or back, with the work on own parts.
-static void exchange_parts(Model* m, const Wave* w, floatX* x, int back, Ctx* ctx) {
-    enum { ROW = 64 };  // elements; parts and parameters start at multiples of it
-    const int ranks = comm_count(wave_comm(m, w)), index = comm_index(wave_comm(m, w));
-    int64_t* rows = (int64_t*)host_alloc((size_t)(4 * ranks) * sizeof(int64_t));
-    int64_t *send_start = rows, *send = rows + ranks, *recv_start = send + ranks, *recv = recv_start + ranks;
-    MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)w->count * sizeof(MuonBuffer));
-    int64_t at = 0;
-    for (int i = 0; i < ranks; i++) {
-        // This rank's part of unit i goes to rank i; rank i's part of the unit that this rank owns comes.
-        const ParamBuffer* to = i < w->count ? &m->units[w->units[i]].buffer[w->b] : NULL;
-        const ParamBuffer* own = index < w->count ? &m->units[w->units[index]].buffer[w->b] : NULL;
-        send_start[i] = at;
-        send[i] = to ? muon_owned(to) / ROW : 0;
-        if (to) list[i] = muon_buffer(m, to, 0, muon_owned(to), m->muon_parts + at * ROW);
-        at += send[i];
-        recv_start[i] = own ? i * own->part / ROW : 0;
-        recv[i] = own ? muon_part(own, i) / ROW : 0;
-    }
-
-    // The momentum comes before the exchange, the update after the return.
-    const ExchangeBuffer buffer = {back ? m->muon_parts : x, back ? x : m->muon_parts, ROW * sizeof(floatX)};
-    const ExchangeRows there = {send_start, send, recv_start, recv, NULL},
-                       home = {recv_start, recv, send_start, send, NULL};
-    if (!back) muon_momentum(list, w->count, m->layout.bf16_moments, &m->inputs->muon, m->state, ctx);
-    comm_exchange(wave_comm(m, w), &buffer, 1, back ? home : there, ctx);
-    if (back) muon_update(list, w->count, &m->inputs->muon, m->state, ctx);
-    free(list);
-    free(rows);
-}
-
-// The unit of the wave that this rank owns, in x.
-static void orthogonalize_unit(Model* m, const Wave* w, floatX* x) {
-    const int index = comm_index(wave_comm(m, w));
-    for (int i = 0; i < m->muon_group_count && index < w->count; i++) {
-        const MuonGroup* g = &m->muon_groups[i];
-        if (g->first == w->units[index] && param_buffer(g->id) == w->b)
-            orthogonalize(m, g, x + m->units[g->first].at[g->id]);
-    }
-}
-
-// Whole buffers by groups, then parts by waves. Each parameter is in one of them.
-static void update_by_muon(Model* m) {
-    const int most = params_units(&m->config) * BUFFERS;
-    Wave* waves = (Wave*)host_alloc((size_t)most * sizeof(Wave));
-    int* units = (int*)host_alloc((size_t)most * sizeof(int));
-    const int count = list_waves(m, waves, units);
-    Ctx* side = sharding_side(m->sharding);
-    floatX* x[2] = {m->muon_waves, m->muon_waves + m->muon_wave_size};
-
-    // The first wave overlaps with the whole buffers.
-    if (count) {
-        sharding_follow(m->sharding, side, m->ctx);
-        exchange_parts(m, &waves[0], x[0], 0, side);
-    }
-    for (int i = 0; i < m->muon_group_count; i++) {
-        const MuonGroup* g = &m->muon_groups[i];
-        if (m->units[g->first].buffer[param_buffer(g->id)].shard == SHARD_NONE) update_group(m, g);
-    }
-
-    // While wave i is orthogonalized, the side stream returns wave i - 1 and exchanges wave i + 1. The stream waits for
-    // the exchange of i + 1 before the side stream is given the return of i.
-    if (count) sharding_follow(m->sharding, m->ctx, side);
-    for (int i = 0; i < count; i++) {
-        if (i + 1 < count) exchange_parts(m, &waves[i + 1], x[(i + 1) % 2], 0, side);
-        orthogonalize_unit(m, &waves[i], x[i % 2]);
-        sharding_follow(m->sharding, m->ctx, side);
-        sharding_follow(m->sharding, side, m->ctx);
-        exchange_parts(m, &waves[i], x[i % 2], 1, side);
-    }
-    if (count) sharding_follow(m->sharding, m->ctx, side);
-    free(units);
-    free(waves);
 }
 
 // The update of the routers' selection biases from the counts of the step.
@@ -205,90 +43,28 @@ static void balance(Model* m) {
     const int64_t blocks = config_blocks(&m->config) - m->config.dense_layers, E = m->config.E;
     const int64_t first = m->config.dense_layers * E;
     real* bias = m->bias + first;
-    if (m->margins)
-        balance_quantile(bias, m->margins + first * MARGIN_BINS, blocks, (int32_t)E, (int32_t)m->config.K, m->state,
-                         m->ctx);
+    if (m->step.margins)
+        balance_quantile(bias, m->step.margins + first * MARGIN_BINS, blocks, (int32_t)E, (int32_t)m->config.K,
+                         m->step.state, m->ctx);
     if (s->balance == BALANCE_DEEPSEEK)
-        balance_sign(bias, m->load + first, blocks, (int32_t)E, (float)s->bias_rate, m->state, m->ctx);
+        balance_sign(bias, m->step.load + first, blocks, (int32_t)E, (float)s->bias_rate, m->step.state, m->ctx);
 }
 
 // Work on the device alone, so that it can be replayed as a graph.
 static void update(void* model) {
     Model* m = (Model*)model;
     sum_over_ranks(m);
-    step_decide(m->state, m->settings.tokens_per_step, &m->inputs->adamw, m->ctx);
+    step_decide(m->step.state, m->settings.tokens_per_step, &m->step.inputs->adamw, m->ctx);
     update_by_adamw(m);
-    if (m->layout.muon) update_by_muon(m);
+    if (m->layout.muon) model_update_muon(m);
     balance(m);
 }
 
 void model_update(Model* m, int stop) {
     const double one = 1;
-    if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
+    if (stop) device_upload(&m->step.state->stop, &one, sizeof(one), m->ctx);
     graph_run(m->graphs[UPDATE_GRAPH], update, m, m->ctx);
     // Gathered and quantized copies of the weights are old now.
     weights_changed(m->sharding, m->ctx);
-    m->measures = 0;
-}
-
-// Size of a group of matrices of one shape: enough to fill a GPU. A larger parameter of one unit is a group of its own,
-// orthogonalized in parts.
-static const int64_t GROUP_ELEMENTS = (int64_t)1 << 27;
-
-// The groups, in the order of their first units.
-static void group_matrices(Model* m) {
-    const int units = params_units(&m->config);
-    m->muon_groups = (MuonGroup*)host_alloc((size_t)(units * PARAMS) * sizeof(MuonGroup));
-    for (int u = 0; u < units; u++) {
-        Param list[PARAMS];
-        const int count = params_list(list, &m->config, m->units[u].kind);
-        for (int i = 0; i < count; i++) {
-            // The parameter's matrices in this unit: one, or one per expert; gate and up count as two.
-            const Param* p = &list[i];
-            if (p->by != MUON) continue;
-            const int64_t halves = p->second ? 2 : 1, rows = p->rows / halves;
-            const MuonGroup mine = {p->id, u, 1, m->units[u].w[p->id].count * halves, rows, p->columns, 0};
-
-            // Joins the group of the unit before, if that has the same shape and is not full.
-            MuonGroup* g = NULL;
-            for (int k = 0; k < m->muon_group_count; k++)
-                if (m->muon_groups[k].id == p->id && m->muon_groups[k].first + m->muon_groups[k].units == u)
-                    g = &m->muon_groups[k];
-            if (g && g->rows == rows && g->columns == p->columns &&
-                m->units[u].buffer[param_buffer(p->id)].shard == SHARD_NONE &&
-                (g->count + mine.count) * rows * p->columns <= GROUP_ELEMENTS) {
-                g->units++;
-                g->count += mine.count;
-            } else {
-                m->muon_groups[m->muon_group_count++] = mine;
-            }
-        }
-    }
-}
-
-void model_plan_muon(Model* m, Arena* arena) {
-    int64_t largest = 0, work = 0;
-    group_matrices(m);
-    for (int i = 0; i < m->muon_group_count; i++) {
-        // Equal parts of at most 3 GROUP_ELEMENTS of workspace, which a square group needs.
-        MuonGroup* g = &m->muon_groups[i];
-        const int64_t each = muon_work(1, g->rows, g->columns);
-        const int64_t pieces = ceil_div(g->count, max_i64(3 * GROUP_ELEMENTS / each, 1));
-        g->at_once = ceil_div(g->count, pieces);
-        work = max_i64(work, g->at_once * each);
-
-        // x holds a group, or a unit that came in parts.
-        const ParamBuffer* p = &m->units[g->first].buffer[param_buffer(g->id)];
-        if (p->shard == SHARD_NONE)
-            largest = max_i64(largest, g->count * g->rows * g->columns);
-        else
-            m->muon_wave_size = max_i64(m->muon_wave_size, round_up(p->n_muon, 64));
-    }
-    if (largest) arena_add(arena, "Muon: matrices of a group", ELEMENT_X, largest, 0, (void**)&m->muon_x);
-    if (m->muon_wave_size) {
-        arena_add(arena, "Muon: units of two waves", ELEMENT_X, 2 * m->muon_wave_size, 0, (void**)&m->muon_waves);
-        arena_add(arena, "Muon: own parts of a wave", ELEMENT_X, m->muon_wave_size + 64 * m->layout.ranks, 0,
-                  (void**)&m->muon_parts);
-    }
-    arena_add(arena, "Muon: workspace", ELEMENT_X, work, 0, (void**)&m->muon_work);
+    m->step.measures = 0;
 }

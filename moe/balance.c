@@ -1,6 +1,6 @@
 #include "moe/balance.h"
 
-#include "layers/adamw.h"
+#include "layers/step.h"
 #include "moe/router_cpu.h"
 
 // The margins of one token (moe/balance.h), from compared = s + bias.

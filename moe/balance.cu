@@ -2,7 +2,7 @@
 // atomics, the update by the latency of its loads.
 #include "moe/balance.h"
 
-#include "layers/adamw.h"
+#include "layers/step.h"
 #include "moe/router.cuh"
 
 // load += tokens that selected each expert. Blocks count in shared memory, so that few atomics reach `load`. Integer

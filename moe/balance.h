@@ -22,7 +22,7 @@
 
 #include "moe/router.h"
 
-typedef struct StepState StepState;  // layers/adamw.h
+typedef struct StepState StepState;  // layers/step.h
 
 enum { MARGIN_OCTAVES = 20, MARGIN_SPLIT = 16, MARGIN_SIDE = MARGIN_OCTAVES * MARGIN_SPLIT };
 enum { MARGIN_BINS = 2 * MARGIN_SIDE + 1 };

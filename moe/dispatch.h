@@ -22,7 +22,7 @@
 //   capacity 0    the host waits for the counts and takes buffers of the exact size
 //   capacity > 0  the capacity factor: buffers have a fixed size, and the host never waits. If a rank would receive
 //                 more rows, that is an overflow: nothing is sent, and the step runs again with more capacity
-//                 (retry, layers/adamw.h)
+//                 (retry, layers/step.h)
 #pragma once
 
 #include "device/pool.h"

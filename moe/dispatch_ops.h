@@ -6,7 +6,7 @@
 
 #include "device/device.h"
 #include "grouped/permute.h"
-#include "layers/adamw.h"
+#include "layers/step.h"
 
 // The ranks of each token, from which permute_plan makes `send`, and the counts for each rank.
 void dispatch_ranks(int32_t* rank,          // (N, P): j where token n has a choice on rank j, else -1

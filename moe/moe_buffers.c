@@ -4,58 +4,59 @@
 
 #include "device/check.h"
 
-static void plan_choices(Arena* a, MoeSaved* m, MoeShape s) {
-    memset(m, 0, sizeof(*m));
-    arena_add(a, "router scores", ELEMENT_REAL, s.router.N * s.router.E, 1, (void**)&m->scores);
-    dispatch_plan_choices(a, &m->route, dispatch_shape(s));
+static void plan_choices(Arena* a, MoeSaved* saved, MoeShape s) {
+    memset(saved, 0, sizeof(*saved));
+    arena_add(a, "router scores", ELEMENT_REAL, s.router.N * s.router.E, 1, (void**)&saved->scores);
+    dispatch_plan_choices(a, &saved->route, dispatch_shape(s));
 }
 
 // The tensors that activation checkpointing drops after forward: backward has them again.
-static void plan_hidden(Arena* a, MoeSaved* m, MoeShape s) {
-    dispatch_plan_x(a, &m->x, &m->route);
-    arena_add(a, "routed hidden", ELEMENT_X, m->ragged.capacity * 2 * s.F, 1, (void**)&m->h);
-    if (s.shared_F) arena_add(a, "shared hidden", ELEMENT_X, s.router.N * 2 * s.shared_F, 1, (void**)&m->shared_h);
+static void plan_hidden(Arena* a, MoeSaved* saved, MoeShape s) {
+    dispatch_plan_x(a, &saved->x, &saved->route);
+    arena_add(a, "routed hidden", ELEMENT_X, saved->ragged.capacity * 2 * s.F, 1, (void**)&saved->h);
+    if (s.shared_F) arena_add(a, "shared hidden", ELEMENT_X, s.router.N * 2 * s.shared_F, 1, (void**)&saved->shared_h);
 }
 
-// The layout of the local experts' rows, from the counts in m->route. Without recomputation also the hidden tensors.
-static void plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
-    const int32_t El = local_experts(m->route.shape);
-    const int64_t rows = ragged_rows(m->route.choices, El, a->backend);
-    ASSERT(max_i64(rows, max_i64(m->route.received, m->route.send.capacity)) <= INT32_MAX);  // row numbers are int32
-    m->ragged.El = El;
-    m->ragged.capacity = rows;
-    arena_add(a, "group starts", ELEMENT_I64, El + 1, 0, (void**)&m->ragged.group_start);
-    arena_add(a, "group rows", ELEMENT_I32, El, 0, (void**)&m->ragged.group_rows);
-    arena_add(a, "row -> token", ELEMENT_I32, rows, 1, (void**)&m->ragged.row_token);
-    arena_add(a, "token -> row", ELEMENT_I32, m->route.received * s.router.K, 1, (void**)&m->ragged.token_row);
-    arena_add(a, "row gates", ELEMENT_REAL, rows, 1, (void**)&m->ragged.row_gate);
-    if (!s.recompute) plan_hidden(a, m, s);
+// The layout of the local experts' rows, from the counts of the route. Without recomputation also the hidden tensors.
+static void plan_routed(Arena* a, MoeSaved* saved, MoeShape s) {
+    const int32_t El = local_experts(saved->route.shape);
+    const int64_t rows = ragged_rows(saved->route.choices, El, a->backend);
+    // Row numbers are int32.
+    ASSERT(max_i64(rows, max_i64(saved->route.received, saved->route.send.capacity)) <= INT32_MAX);
+    saved->ragged.El = El;
+    saved->ragged.capacity = rows;
+    arena_add(a, "group starts", ELEMENT_I64, El + 1, 0, (void**)&saved->ragged.group_start);
+    arena_add(a, "group rows", ELEMENT_I32, El, 0, (void**)&saved->ragged.group_rows);
+    arena_add(a, "row -> token", ELEMENT_I32, rows, 1, (void**)&saved->ragged.row_token);
+    arena_add(a, "token -> row", ELEMENT_I32, saved->route.received * s.router.K, 1, (void**)&saved->ragged.token_row);
+    arena_add(a, "row gates", ELEMENT_REAL, rows, 1, (void**)&saved->ragged.row_gate);
+    if (!s.recompute) plan_hidden(a, saved, s);
 }
 
 // The memory for rows as the GEMMs of a format read them, MXFP8 bytes or values; and for rows that are quantized first.
 static int memory_read(Format f) { return format_read(f).quantized ? ROWS_QUANTIZED : ROWS_FLOATX; }
 static int memory_quantized(Format f) { return f.quantized ? ROWS_QUANTIZED | memory_read(f) : 0; }
 
-static void plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
-    const int64_t rows = m->ragged.capacity, C = s.router.C;
+static void plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s) {
+    const int64_t rows = saved->ragged.capacity, C = s.router.C;
     memset(t, 0, sizeof(*t));
     // Activation checkpointing: the hidden tensors are freed with the buffers.
-    if (s.recompute) plan_hidden(a, m, s);
+    if (s.recompute) plan_hidden(a, saved, s);
     rows_plan(a, "routed rows", &t->rows, ROWS_FLOATX | memory_read(s.expert), rows, max_i64(C, s.F));
     rows_plan(a, "routed activation", &t->act, s.expert.quantized ? memory_quantized(s.expert) : ROWS_FLOATX, rows,
               s.F);
     if (s.shared_F) arena_add(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, (void**)&t->shared_act);
-    dispatch_plan_buffers(a, &t->exchange, &m->route, 1);
+    dispatch_plan_buffers(a, &t->exchange, &saved->route, 1);
 }
 
-static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s) {
-    const int64_t N = s.router.N, C = s.router.C, F = s.F, sF = s.shared_F, rows = m->ragged.capacity;
+static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* saved, MoeShape s) {
+    const int64_t N = s.router.N, C = s.router.C, F = s.F, sF = s.shared_F, rows = saved->ragged.capacity;
     const int fast_wgrad = format_read(s.wgrad).quantized;
     // A channel pads each group to whole chunks, so it may be longer than the rows.
-    const int64_t length = fast_wgrad ? mx_channel_length(rows, m->ragged.El, a->backend) : rows;
+    const int64_t length = fast_wgrad ? mx_channel_length(rows, saved->ragged.El, a->backend) : rows;
     ASSERT(!fast_wgrad || memory_read(s.expert) == ROWS_QUANTIZED);
     memset(t, 0, sizeof(*t));
-    if (s.recompute) plan_hidden(a, m, s);
+    if (s.recompute) plan_hidden(a, saved, s);
     // Fast wgrad reads column-wise quantized rows, so x and dy need no floatX copy.
     rows_plan(a, "routed rows", &t->rows, (fast_wgrad ? 0 : ROWS_FLOATX) | memory_read(s.expert), rows, C);
     rows_plan(a, "routed rows by channel", &t->channels, fast_wgrad ? ROWS_QUANTIZED : 0, length, C);
@@ -68,42 +69,42 @@ static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape
     t->dh_quantized.count = rows;
     arena_add(a, "d row gates", ELEMENT_REAL, rows, 1, (void**)&t->drow_gate);
     arena_add(a, "d gates", ELEMENT_REAL, N * s.router.K, 1, (void**)&t->dgate);
-    dispatch_plan_buffers(a, &t->exchange, &m->route, 0);
-    if (s.recompute) dispatch_plan_again(a, &t->again, &m->route);
+    dispatch_plan_buffers(a, &t->exchange, &saved->route, 0);
+    if (s.recompute) dispatch_plan_again(a, &t->again, &saved->route);
 }
 
-void moe_take_choices(Pool* pool, MoeSaved* m, MoeShape s) {
-    plan_choices(pool_table(pool), m, s);
+void moe_take_choices(Pool* pool, MoeSaved* saved, MoeShape s) {
+    plan_choices(pool_table(pool), saved, s);
     pool_take_table(pool);
 }
 
-PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
+PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s) {
     // Saved tensors come before the mark, and the buffers of forward after it.
-    plan_routed(pool_table(pool), m, s);
+    plan_routed(pool_table(pool), saved, s);
     pool_take_table(pool);
     const PoolMark mark = pool_mark(pool);
-    plan_forward(pool_table(pool), t, m, s);
+    plan_forward(pool_table(pool), t, saved, s);
     pool_take_table(pool);
     return mark;
 }
 
-void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s) {
-    plan_backward(pool_table(pool), t, m, s);
+void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* saved, MoeShape s) {
+    plan_backward(pool_table(pool), t, saved, s);
     pool_take_table(pool);
 }
 
 void moe_plan(Arena* pool, MoeShape s, int64_t blocks, double capacity) {
     const int64_t first = pool->count;
-    MoeSaved m;
+    MoeSaved saved;
     MoeBackwardBuffers t;
     // Each block keeps its own saved tensors.
     for (int64_t b = 0; b < blocks; b++) {
-        plan_choices(pool, &m, s);
-        dispatch_expect(&m.route, capacity, pool->backend);
-        plan_routed(pool, &m, s);
+        plan_choices(pool, &saved, s);
+        dispatch_expect(&saved.route, capacity, pool->backend);
+        plan_routed(pool, &saved, s);
     }
     // All blocks share the buffers of one backward.
-    if (blocks) plan_backward(pool, &t, &m, s);  // forward takes less
-    // The slots point into m and t, which end with this function.
+    if (blocks) plan_backward(pool, &t, &saved, s);  // forward takes less
+    // The slots point into saved and t, which end with this function.
     for (int64_t i = first; i < pool->count; i++) pool->entries[i].slot = NULL;
 }

@@ -4,7 +4,7 @@
 
 #include "moe/moe.h"
 
-// Rows have the memory that their format requires (mx/rows.h); `rows` in the comments is m->ragged.capacity.
+// Rows have the memory that their format requires (mx/rows.h); `rows` in the comments is saved->ragged.capacity.
 typedef struct MoeForwardBuffers {
     AllToAll exchange;
     Rows rows;           // (rows, max(C, F)): x; workspace of the activation's MxStats; the experts' outputs
@@ -28,7 +28,7 @@ static inline DispatchShape dispatch_shape(MoeShape s) {
     return d;
 }
 
-void moe_take_choices(Pool* pool, MoeSaved* m, MoeShape s);  // before the counts of the all-to-all are known
-// Needs the counts in m->route. The mark is behind the saved tensors: releasing it frees *t alone.
-PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShape s);
-void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s);
+void moe_take_choices(Pool* pool, MoeSaved* saved, MoeShape s);  // before the counts of the all-to-all are known
+// Needs the counts in saved->route. The mark is behind the saved tensors: releasing it frees *t alone.
+PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s);
+void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* saved, MoeShape s);

@@ -57,6 +57,14 @@ void* moments_at(const ParamBuffer* p, int64_t at, int bf16_moments) {
     return (char*)p->m + at * (int64_t)(bf16_moments ? sizeof(uint16_t) : sizeof(real));
 }
 
+const real* grad_at(const ParamBuffer* p, int64_t at) {
+    return p->own_grad ? p->own_grad - (p->first - p->owned_from) + at : NULL;
+}
+
+const floatX* rounded_grad_at(const ParamBuffer* p, int64_t at) {
+    return p->rounded_grad ? p->rounded_grad + at : NULL;
+}
+
 // Whether weights or gradients are sharded, and so are gathered or reduced in slots.
 static int slotted_weight(const ParamBuffer* p) { return p->shard == SHARD_WEIGHTS; }
 static int slotted_grad(const ParamBuffer* p) { return p->shard >= SHARD_GRADS && !p->frozen; }

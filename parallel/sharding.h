@@ -92,6 +92,9 @@ int64_t muon_part(const ParamBuffer* buffer, int index);
 int64_t muon_owned(const ParamBuffer* buffer);
 // The moments m from owned element `at` on.
 void* moments_at(const ParamBuffer* buffer, int64_t at, int bf16_moments);
+// The gradients of the owned elements from `at` on. One of the two is NULL.
+const real* grad_at(const ParamBuffer* buffer, int64_t at);
+const floatX* rounded_grad_at(const ParamBuffer* buffer, int64_t at);
 // Names the buffer's arrays in `arena`. rounded 1: its gradient is rounded to floatX. Only whole buffers that one rank
 // owns alone, in steps of one micro-step.
 void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments, int rounded);

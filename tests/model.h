@@ -82,7 +82,7 @@ static inline void poison_gradients(Model* m) {
 
 static inline StepState state_of(Model* m) {
     StepState state;
-    device_download(&state, m->state, sizeof(state), m->ctx);
+    device_download(&state, m->step.state, sizeof(state), m->ctx);
     return state;
 }
 

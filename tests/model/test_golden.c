@@ -51,7 +51,7 @@ static void check_experts(Model* m, const SafeTensors* st) {
         char name[32];
         snprintf(name, sizeof(name), "expert_ids.%d", (int)l);
         const int64_t k = max_i64(l + 1 - m->config.L, 0);  // a module leaves out the last k tokens
-        int64_t count = m->B * (m->T - k) * m->config.K, differ = 0;
+        int64_t count = m->shapes.B * (m->shapes.T - k) * m->config.K, differ = 0;
         const StTensor* t = st_find(st, name);
         CHECK(t && t->bytes == count * 4, "%s: %s is missing or has another size", st->path, name);
         if (!t || t->bytes != count * 4) continue;
@@ -118,7 +118,7 @@ static void check_golden(const char* path) {
     free(want);
     free(got);
 
-    model_loss(m, m->state, (float)(1.0 / (double)N));
+    model_loss(m, m->step.state, (float)(1.0 / (double)N));
     model_backward(m, 0, 1);
     StepState state = state_of(m);
     want = golden_read(st, "", "loss", 1 + s.model.mtp);

@@ -39,7 +39,7 @@ static Model* fresh(const char* line) {
 static int64_t* host_load(Model* m) {
     size_t bytes = (size_t)(config_blocks(&m->config) * m->config.E) * sizeof(int64_t);
     int64_t* load = (int64_t*)host_alloc(bytes);
-    device_download(load, m->load, bytes, m->ctx);
+    device_download(load, m->step.load, bytes, m->ctx);
     return load;
 }
 
@@ -78,7 +78,7 @@ static void check_micro_batches(const char* more) {
         char line[512];
         snprintf(line, sizeof(line), SMALL "--batch %d --tokens-per-step 160 --aux-loss 0.01 %s", 8 / splits[k], more);
         Model* split = fresh(line);
-        split->chunk = 16;  // several products of the classifier per micro-step
+        split->t.chunk = 16;  // several products of the classifier per micro-step
         double other = accumulate(split, 8);
         CHECK(fabs(other / loss - 1) < (BF16 ? 1e-4 : 1e-6), "%d micro-steps: loss %.9g, in one %.9g", splits[k], other,
               loss);
@@ -201,14 +201,14 @@ static double objective(Model* m, double aux) {
     const ModelConfig* c = &m->config;
     model_step_begin(m, 1);
     model_forward(m, 1);
-    model_loss(m, m->state, 0);
-    double total = m->state->loss_sum / (double)(m->B * m->T);
+    model_loss(m, m->step.state, 0);
+    double total = m->step.state->loss_sum / (double)m->shapes.N;
     for (int64_t k = 0; k < c->mtp; k++)
-        total += m->settings.mtp_weight / (double)c->mtp * m->state->mtp_sum[k] / (double)(m->B * m->T);
+        total += m->settings.mtp_weight / (double)c->mtp * m->step.state->mtp_sum[k] / (double)m->shapes.N;
     for (int64_t l = c->dense_layers; l < config_blocks(c); l++) {
         const MoeSaved* s = &m->blocks[l].moe;
-        const int64_t T = m->T - max_i64(l + 1 - c->L, 0);  // a module's windows are shorter
-        for (int64_t b = 0; b < m->B; b++) {
+        const int64_t T = m->shapes.T - max_i64(l + 1 - c->L, 0);  // a module's windows are shorter
+        for (int64_t b = 0; b < m->shapes.B; b++) {
             for (int64_t e = 0; e < c->E; e++) {
                 double count = 0, share = 0;
                 for (int64_t n = b * T; n < (b + 1) * T; n++) {
@@ -219,7 +219,7 @@ static double objective(Model* m, double aux) {
                     for (int64_t j = 0; j < c->E; j++) above += s->scores[n * c->E + j] > s->scores[n * c->E + e];
                     count += above < c->K;
                 }
-                total += aux * (double)c->E / (double)(c->K * T) * count * share / (double)m->B;
+                total += aux * (double)c->E / (double)(c->K * T) * count * share / (double)m->shapes.B;
             }
         }
     }
@@ -378,7 +378,7 @@ static void bad_step(void) {
     memset((void*)&nan_value, 0xff, sizeof(nan_value));
     model_step_begin(m, 2);
     model_forward(m, 1);
-    model_loss(m, m->state, 1.0f / 40);
+    model_loss(m, m->step.state, 1.0f / 40);
     device_upload(m->t.dnorm + 5, &nan_value, sizeof(nan_value), m->ctx);
     model_backward(m, 0, 1);
     model_update(m, 0);

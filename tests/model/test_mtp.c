@@ -14,7 +14,7 @@ static void positions_without_target(void) {
     model_step_begin(m, 1);
     model_batch(m, ids, ids + 40, 2, 20);
     model_micro_step(m, 1);
-    device_download(load, m->load, sizeof(load), m->ctx);
+    device_download(load, m->step.load, sizeof(load), m->ctx);
     const StepState state = state_of(m);
     for (int k = 1; k <= 3; k++) {
         int64_t sum = 0;
@@ -47,8 +47,8 @@ static void weights_of_modules(void) {
     model_init(m, 3);
     for (int64_t step = 5; step <= 6; step++) {
         model_step_begin(m, step);
-        CHECK(m->mtp_weight == (step == 5 ? 0.25f : 0.125f), "step %lld: weight %g of each module", (long long)step,
-              (double)m->mtp_weight);
+        CHECK(m->step.mtp_weight == (step == 5 ? 0.25f : 0.125f), "step %lld: weight %g of each module", (long long)step,
+              (double)m->step.mtp_weight);
     }
     finish(m);
 }

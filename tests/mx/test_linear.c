@@ -10,6 +10,7 @@
 // than 2^-23 of its sum, which makes 1.1e-5 if all sums were as large as the last. Allowed: 1e-5 of the norm. Fast
 // GEMMs: 4e-4 and 4e-3 as above.
 // A skipped quantization is 2.6e-2 of a GEMM's norm, a wrong scale more.
+#include "model/block.h"
 #include "mx/linear.h"
 #include "tests/model.h"
 #include "tests/mx.h"
@@ -360,7 +361,7 @@ static double one_step(Model* m, int backward) {
         model_micro_step(m, 1);
     } else {
         model_forward(m, 0);
-        model_loss(m, m->state, 0);
+        model_loss(m, m->step.state, 0);
     }
     free(ids);
     return state_of(m).loss_sum / (double)n;
@@ -374,7 +375,7 @@ static double* matrix_of(Model* m, int64_t layer, int64_t at, int64_t n) {
 // Only the first `columns` of every `period` columns of y are compared.
 static void check_made(Model* m, int64_t layer, const char* what, int dgrad, const floatX* y, const floatX* x,
                        int64_t at, int64_t IC, int64_t OC, int64_t period, int64_t columns, Way way) {
-    const int64_t N = m->B * m->T, in = dgrad ? OC : IC, out = dgrad ? IC : OC;
+    const int64_t N = m->shapes.N, in = dgrad ? OC : IC, out = dgrad ? IC : OC;
     double *got = fetch(y, N * out, m->ctx), *from = fetch(x, N * in, m->ctx), *w = matrix_of(m, layer, at, OC * IC);
     double* ref = (dgrad ? expected_dgrad : expected_forward)(from, w, N, IC, OC, way);
     char name[120];
@@ -386,7 +387,7 @@ static void check_made(Model* m, int64_t layer, const char* what, int dgrad, con
 // The gradient of a weight of the first layer. Its operands are still in their buffers after a step.
 static void check_gradient(Model* m, const char* what, const floatX* dy, const floatX* x, ParamId id, Way way) {
     const Unit* u = &m->units[1];
-    const int64_t N = m->B * m->T, IC = u->w[id].IC, OC = u->w[id].OC, n = OC * IC;
+    const int64_t N = m->shapes.N, IC = u->w[id].IC, OC = u->w[id].OC, n = OC * IC;
     double *from_dy = fetch(dy, N * OC, m->ctx), *from_x = fetch(x, N * IC, m->ctx), *got = numbers(n);
     real* host = host_copy(m, u->buffer[DENSE_PARAMS].grad + u->at[id], n);
     for (int64_t i = 0; i < n; i++) got[i] = (double)host[i];

@@ -1,7 +1,7 @@
 // Load balancing: histograms of margins exactly, quantiles against sorted margins, the sign rule.
 #include "moe/balance.h"
 
-#include "layers/adamw.h"
+#include "layers/step.h"
 #include "tests/router.h"
 
 // margin_bin and margin_edge agree: a bin has the margins from its lower to its upper edge, and the edges are those of

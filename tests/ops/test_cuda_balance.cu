@@ -1,5 +1,5 @@
 // The update of the selection biases on the GPU against the double reference. The counts are in test_cuda_router.cu.
-#include "layers/adamw.h"
+#include "layers/step.h"
 #include "moe/balance.h"
 #include "tests/cuda.cuh"
 

@@ -43,7 +43,7 @@ static void update(StepState* state, real* master, uint16_t* m, uint16_t* v, con
 
 static void run(void* arg) {
     Run* a = (Run*)arg;
-    Ctx* ctx = ctx_create(adamw_workspace(LONG));
+    Ctx* ctx = ctx_create(step_workspace(LONG));
     a->state = kept_bytes(sizeof(StepState));
     a->master[0] = tensor(LONG, 1), a->m[0] = narrow(NULL, LONG), a->v[0] = narrow(NULL, LONG);
     for (int s = 0; s < STEPS; s++) {
@@ -113,7 +113,7 @@ static void test_ties(void) {
         m[GUARD + i] = (uint16_t)(bits >> 16), grad[i] = (real)(ties[i].g / 128);
     }
     m[GUARD + TIES] = 1, m[GUARD + TIES + 1] = 3;  // 2^-133 and 3 * 2^-133, halved: to 0 and to 2
-    Ctx* ctx = ctx_create(adamw_workspace(TIES + 2));
+    Ctx* ctx = ctx_create(step_workspace(TIES + 2));
     StepState* state = kept_bytes(sizeof(StepState));
     update(state, master, m + GUARD, v + GUARD, grad, TIES + 2, &opt, ctx);
     for (int i = 0; i < TIES; i++)

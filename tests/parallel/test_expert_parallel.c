@@ -5,7 +5,7 @@
 // by rank, a weight's gradient group by group. A GEMM may use other instructions for a row at another place in its
 // tile. The errors are some u = 6e-8 (1e-16 in double). On CUDA, rows are sent in bf16, and each rank's partial sum is
 // rounded once. Such a rounding is 8e-4 of its part (2^-9, uniform within a binade), and three of them add up.
-#include "layers/adamw.h"
+#include "layers/step.h"
 #include "moe/moe.h"
 #include "parallel/comm.h"
 #include "tests/ranks.h"

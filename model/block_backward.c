@@ -1,21 +1,20 @@
-// The backward pass: model/forward.c from bottom to top. It starts from the outputs' gradients, which model_loss wrote.
-// t.dx, the gradient of the residual stream, accumulates. Gradients of parameters are written in a step's first
-// micro-step and accumulate in later ones. All other gradients are written. Activation checkpointing (--recompute)
-// repeats the forward of a block first.
-#include "layers/embedding.h"
+// Backward of a block, and of the final norm: model/block_forward.c from bottom to top. t.dx, the gradient of the
+// residual stream, accumulates. Gradients of parameters are written in a step's first micro-step and accumulate in
+// later ones. All other gradients are written. Activation checkpointing (--recompute) repeats the forward of a block
+// first.
 #include "layers/rmsnorm.h"
-#include "model/model.h"
+#include "model/block.h"
 
 // t.dnorm = gradient of norm1, from t.dx = gradient of the attention block's output
 static void mla_backward(Model* m, const Weight* w, const BlockSaved* s) {
     const ModelConfig* c = &m->config;
-    const int64_t N = m->B * m->T;
+    const int64_t N = m->shapes.N;
     Workspace* t = &m->t;
 
     // Output, attention, positions.
     linear_dgrad(t->datt, t->dx, &w[WO], N, 0, m->ctx);
     attention_backward(t->dq, t->dkv, t->dkva + c->kv_lora, t->datt, s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora,
-                       m->attn_shape, m->ctx);
+                       m->shapes.attention, m->ctx);
     model_rope(m, t->dq, t->dkva, -1);
 
     // Keys and values: the gradient of c_kv joins that of k_rope in dkva.
@@ -49,10 +48,10 @@ static void mla_backward(Model* m, const Weight* w, const BlockSaved* s) {
 static void mlp_backward(Model* m, const Unit* u, float aux) {
     BlockSaved* s = &m->blocks[u->layer];
     Workspace* t = &m->t;
-    const int64_t N = m->B * m->T;
+    const int64_t N = m->shapes.N;
     // A MoE block, or an MTP module.
     if (u->kind != UNIT_DENSE) {
-        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, u), &s->moe, aux, m->moe_shape, m->dispatch,
+        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, u), &s->moe, aux, m->shapes.moe, m->dispatch,
                      m->pool, m->ctx);
         return;
     }
@@ -66,7 +65,7 @@ static void mlp_backward(Model* m, const Unit* u, float aux) {
 // Both norms add to t.dx, because the residual stream goes around attention and MLP.
 void block_backward(Model* m, const Unit* u, float aux) {
     const BlockSaved* s = &m->blocks[u->layer];
-    const int64_t N = m->B * m->T, C = m->config.C;
+    const int64_t N = m->shapes.N, C = m->config.C;
     Workspace* t = &m->t;
     if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, u);
     mlp_backward(m, u, aux);
@@ -78,37 +77,7 @@ void block_backward(Model* m, const Unit* u, float aux) {
 // The first gradient of its chain: it overwrites t.dx.
 void output_backward(Model* m, int k, const Unit* u) {
     const Output* o = &m->outputs[k];
-    const int64_t N = m->B * m->T, C = m->config.C;
+    const int64_t N = m->shapes.N, C = m->config.C;
     rmsnorm_backward(m->t.dx, u->w[FINAL_NORM].grad, o->dnorm, o->residual, C, u->w[FINAL_NORM].w, o->rstd, N, C, 0,
                      m->ctx);
-}
-
-void model_backward(Model* m, float aux, int last) {
-    const int64_t N = m->B * m->T, C = m->config.C;
-    const int head = (int)m->config.L + 1;
-    // MTP modules, the last one first: each adds to the output gradient of the one before.
-    for (int k = m->mtp_modules; k >= 1; k--) module_backward(m, k, aux, last);
-
-    // The final norm.
-    output_backward(m, 0, unit_begin(m, head, head - 1));  // lm_head's gradients are there since model_loss
-    unit_grads_end(m, head, last);
-    unit_end(m, head);
-
-    // Blocks. The reduction of a unit over the ranks overlaps with the backward of the next.
-    for (int unit = head - 1; unit > 0; unit--) {
-        // The embedding's weights are only for the next forward.
-        Unit* u = unit_begin(m, unit, unit > 1 || !last ? unit - 1 : -1);
-        unit_grads_begin(m, unit);
-        block_backward(m, u, aux);
-        unit_grads_end(m, unit, last);
-        unit_end(m, unit);
-    }
-
-    // The embedding. MTP modules read it too, so their summed gradient is added.
-    real* dtable = m->units[0].buffer[DENSE_PARAMS].grad;
-    unit_grads_begin(m, 0);
-    embedding_backward(dtable, m->t.dx, m->tokens, N, m->config.V, C, m->ctx);
-    if (m->mtp_modules) embedding_backward(dtable, m->t.dembed, m->tokens, N, m->config.V, C, m->ctx);
-    unit_grads_end(m, 0, last);
-    if (last) grads_wait(m->sharding, m->ctx);
 }

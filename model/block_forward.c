@@ -1,0 +1,94 @@
+// Forward of a block, and the final norm; begin at block_forward. Formulas and names: model/model.h.
+#include "layers/rmsnorm.h"
+#include "layers/swiglu.h"
+#include "model/block.h"
+
+// eps of the latents' norms, whatever --rms-norm-eps: DeepSeek's code and transformers' have it so.
+static const double LATENT_EPS = 1e-6;
+
+// out = attention(norm1)
+static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved* s) {
+    const ModelConfig* c = &m->config;
+    const int64_t N = m->shapes.N;
+
+    // Queries: straight from norm1, or through a normalised latent.
+    if (c->q_lora) {
+        linear_forward(s->cq, s->norm1, &w[WQA], N, m->ctx);
+        rmsnorm_forward(s->cq_norm, s->rstd_q, s->cq, c->q_lora, w[Q_NORM].w, LATENT_EPS, N, c->q_lora, m->ctx);
+        linear_forward(s->q, s->cq_norm, &w[WQB], N, m->ctx);
+    } else {
+        linear_forward(s->q, s->norm1, &w[WQ], N, m->ctx);
+    }
+
+    // Keys and values from the normalized latent c_kv. kva also holds k_rope, which all heads share.
+    linear_forward(s->kva, s->norm1, &w[WKVA], N, m->ctx);
+    rmsnorm_forward(s->ckv, s->rstd_kv, s->kva, w[WKVA].OC, w[KV_NORM].w, LATENT_EPS, N, c->kv_lora, m->ctx);
+    linear_forward(s->kv, s->ckv, &w[WKVB], N, m->ctx);
+
+    // Positions, attention, output.
+    model_rope(m, s->q, s->kva, +1);
+    attention_forward(s->att, s->lse, &m->step.state->max_logit, s->q, s->kv, s->kva + c->kv_lora, m->shapes.attention,
+                      m->ctx);
+    linear_forward(out, s->att, &w[WO], N, m->ctx);
+}
+
+// Where a block counts its loads and, for quantile balancing, its margins: in training alone.
+static BalanceCounts router_counts(const Model* m, const Unit* u, int train) {
+    const int64_t first = u->layer * m->config.E;
+    BalanceCounts counts = {train ? m->step.load + first : NULL,
+                            m->step.margins ? m->step.margins + first * MARGIN_BINS : NULL};
+    return counts;
+}
+
+// out = mlp(norm2)
+static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
+    BlockSaved* s = &m->blocks[u->layer];
+    const int64_t N = m->shapes.N;
+    if (u->kind != UNIT_DENSE) {
+        moe_forward(out, s->norm2, model_moe_weights(m, u), &s->moe, router_counts(m, u, train), m->shapes.moe,
+                    m->dispatch, m->pool, m->ctx);
+        return;
+    }
+    // A dense block. t.act is workspace: backward makes it again from h.
+    linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
+    swiglu_forward(m->t.act, s->h, N, m->config.dense_ffn, m->ctx);
+    linear_forward(out, m->t.act, &u->w[MLP2], N, m->ctx);
+}
+
+// From norm1 on: attention, and the norm before the MLP.
+static void attention_part(Model* m, const Weight* w, const BlockSaved* s) {
+    mla_forward(m, m->t.out, w, s);
+    residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, w[NORM2].w, m->config.norm_eps,
+                             m->shapes.N, m->config.C, m->ctx);
+}
+
+// Backward needs no output of the MLP, so the last product is not repeated.
+void model_rebuild_block(Model* m, const Unit* u) {
+    const BlockSaved* s = &m->blocks[u->layer];
+    const int64_t N = m->shapes.N, C = m->config.C;
+    rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
+    attention_part(m, u->w, s);
+    if (u->kind == UNIT_DENSE) linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
+}
+
+void block_forward(Model* m, const Unit* u, int train) {
+    const BlockSaved* s = &m->blocks[u->layer];
+    const int64_t N = m->shapes.N, C = m->config.C;
+    // The previous block's output joins the residual stream where the next norm reads it.
+    if (u->layer == 0 || u->kind == UNIT_MODULE) {
+        rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
+    } else {
+        const BlockSaved* previous = &m->blocks[u->layer - 1];
+        residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, previous->residual2, m->t.out, u->w[NORM1].w,
+                                 m->config.norm_eps, N, C, m->ctx);
+    }
+    attention_part(m, u->w, s);
+    mlp_forward(m, m->t.out, u, train);
+}
+
+// The last residual add and the final norm are one op. Output k follows block L - 1 + k.
+void output_forward(Model* m, int k, const Unit* u) {
+    const Output* o = &m->outputs[k];
+    residual_rmsnorm_forward(o->residual, o->norm, o->rstd, m->blocks[m->config.L - 1 + k].residual2, m->t.out,
+                             u->w[FINAL_NORM].w, m->config.norm_eps, m->shapes.N, m->config.C, m->ctx);
+}

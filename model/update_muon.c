@@ -1,0 +1,214 @@
+// Where a rank holds whole buffers, it takes the matrices of one shape together: those of a parameter in all units that
+// follow one another, up to GROUP_ELEMENTS. Where ranks hold parts, the units are taken in waves, one unit for each
+// rank. Rank i owns unit i of a wave:
+//
+//   own part   u = g + momentum m of each unit of the wave                    muon_momentum
+//   all-to-all each rank gets all parts of the unit that it owns
+//   owner      orthogonalizes the unit's matrices                             muon_orthogonalize
+//   all-to-all each rank gets its parts back
+//   own part   w = w - lr (x + weight_decay w)                                muon_update
+//
+// The all-to-alls run on the side stream, with the work on own parts. They overlap with the Newton-Schulz steps of the
+// wave before and of the whole buffers:
+//
+//   stream         | whole buffers | owned units of wave 0      | owned units of wave 1      |
+//   side stream    | exchange 0    | exchange 1                 | return 0    | exchange 2   | return 1 ..
+#include "model/update_muon.h"
+
+#include <stdlib.h>
+
+#include "device/check.h"
+
+// The group's matrices, one after another in x.
+static void orthogonalize(Model* m, const MuonGroup* g, floatX* x) {
+    for (int64_t first = 0; first < g->count; first += g->at_once)
+        muon_orthogonalize(x + first * g->rows * g->columns, m->muon.work, min_i64(g->at_once, g->count - first),
+                           g->rows, g->columns, m->ctx);
+}
+
+// n owned elements of a buffer from `from` on, and their place in x.
+static MuonBuffer muon_buffer(const Model* m, const ParamBuffer* p, int64_t from, int64_t n, floatX* x) {
+    void* momentum = moments_at(p, from, m->layout.bf16_moments);
+    const MuonBuffer buffer = {
+        x, momentum, grad_at(p, from), p->owned_weight + from, p->master + from, n, rounded_grad_at(p, from)};
+    return buffer;
+}
+
+// A group whose buffers this rank has whole.
+static void update_group(Model* m, const MuonGroup* g) {
+    const int64_t n = g->count / g->units * g->rows * g->columns;
+    // x holds the matrices of all units of the group, in their order.
+    MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)g->units * sizeof(MuonBuffer));
+    for (int i = 0; i < g->units; i++) {
+        const Unit* u = &m->units[g->first + i];
+        list[i] = muon_buffer(m, &u->buffer[param_buffer(g->id)], u->at[g->id], n, m->muon.x + i * n);
+    }
+    muon_momentum(list, g->units, m->layout.bf16_moments, &m->step.inputs->muon, m->step.state, m->ctx);
+    orthogonalize(m, g, m->muon.x);
+    muon_update(list, g->units, &m->step.inputs->muon, m->step.state, m->ctx);
+    free(list);
+}
+
+// A wave: `count` units, at most one for each rank that shares their buffers b.
+typedef struct Wave {
+    int b, count;
+    int* units;
+} Wave;
+
+// The waves of all sharded buffers; returns how many. The last wave of dense buffers, or of experts, may be short.
+static int list_waves(const Model* m, Wave* waves, int* units) {
+    int n = 0;
+    for (int b = 0; b < BUFFERS; b++) {
+        Wave* wave = NULL;
+        for (int u = 0; u < params_units(&m->config); u++) {
+            const ParamBuffer* p = &m->units[u].buffer[b];
+            if (p->n_muon == 0 || p->shard == SHARD_NONE) continue;
+            if (!wave || wave->count == p->parts) {
+                const Wave empty = {b, 0, units};
+                wave = &waves[n++];
+                *wave = empty;
+            }
+            wave->units[wave->count++] = u;
+            units++;
+        }
+    }
+    return n;
+}
+
+static Comm* wave_comm(const Model* m, const Wave* w) { return w->b == EXPERT_PARAMS ? m->expert_dp : m->world; }
+
+// The all-to-all of a wave, from own parts to the owners' x (back 0), or back, with the work on own parts.
+static void exchange_parts(Model* m, const Wave* w, floatX* x, int back, Ctx* ctx) {
+    enum { ROW = 64 };  // elements; parts and parameters start at multiples of it
+    const int ranks = comm_count(wave_comm(m, w)), index = comm_index(wave_comm(m, w));
+    int64_t* rows = (int64_t*)host_alloc((size_t)(4 * ranks) * sizeof(int64_t));
+    int64_t *send_start = rows, *send = rows + ranks, *recv_start = send + ranks, *recv = recv_start + ranks;
+    MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)w->count * sizeof(MuonBuffer));
+    int64_t at = 0;
+    for (int i = 0; i < ranks; i++) {
+        // This rank's part of unit i goes to rank i; rank i's part of the unit that this rank owns comes.
+        const ParamBuffer* to = i < w->count ? &m->units[w->units[i]].buffer[w->b] : NULL;
+        const ParamBuffer* own = index < w->count ? &m->units[w->units[index]].buffer[w->b] : NULL;
+        send_start[i] = at;
+        send[i] = to ? muon_owned(to) / ROW : 0;
+        if (to) list[i] = muon_buffer(m, to, 0, muon_owned(to), m->muon.parts + at * ROW);
+        at += send[i];
+        recv_start[i] = own ? i * own->part / ROW : 0;
+        recv[i] = own ? muon_part(own, i) / ROW : 0;
+    }
+
+    // The momentum comes before the exchange, the update after the return.
+    const ExchangeBuffer buffer = {back ? m->muon.parts : x, back ? x : m->muon.parts, ROW * sizeof(floatX)};
+    const ExchangeRows there = {send_start, send, recv_start, recv, NULL},
+                       home = {recv_start, recv, send_start, send, NULL};
+    if (!back) muon_momentum(list, w->count, m->layout.bf16_moments, &m->step.inputs->muon, m->step.state, ctx);
+    comm_exchange(wave_comm(m, w), &buffer, 1, back ? home : there, ctx);
+    if (back) muon_update(list, w->count, &m->step.inputs->muon, m->step.state, ctx);
+    free(list);
+    free(rows);
+}
+
+// The unit of the wave that this rank owns, in x.
+static void orthogonalize_unit(Model* m, const Wave* w, floatX* x) {
+    const int index = comm_index(wave_comm(m, w));
+    for (int i = 0; i < m->muon.group_count && index < w->count; i++) {
+        const MuonGroup* g = &m->muon.groups[i];
+        if (g->first == w->units[index] && param_buffer(g->id) == w->b)
+            orthogonalize(m, g, x + m->units[g->first].at[g->id]);
+    }
+}
+
+// Whole buffers by groups, then parts by waves. Each parameter is in one of them.
+void model_update_muon(Model* m) {
+    const int most = params_units(&m->config) * BUFFERS;
+    Wave* waves = (Wave*)host_alloc((size_t)most * sizeof(Wave));
+    int* units = (int*)host_alloc((size_t)most * sizeof(int));
+    const int count = list_waves(m, waves, units);
+    Ctx* side = sharding_side(m->sharding);
+    floatX* x[2] = {m->muon.waves, m->muon.waves + m->muon.wave_size};
+
+    // The first wave overlaps with the whole buffers.
+    if (count) {
+        sharding_follow(m->sharding, side, m->ctx);
+        exchange_parts(m, &waves[0], x[0], 0, side);
+    }
+    for (int i = 0; i < m->muon.group_count; i++) {
+        const MuonGroup* g = &m->muon.groups[i];
+        if (m->units[g->first].buffer[param_buffer(g->id)].shard == SHARD_NONE) update_group(m, g);
+    }
+
+    // While wave i is orthogonalized, the side stream returns wave i - 1 and exchanges wave i + 1. The stream waits for
+    // the exchange of i + 1 before the side stream is given the return of i.
+    if (count) sharding_follow(m->sharding, m->ctx, side);
+    for (int i = 0; i < count; i++) {
+        if (i + 1 < count) exchange_parts(m, &waves[i + 1], x[(i + 1) % 2], 0, side);
+        orthogonalize_unit(m, &waves[i], x[i % 2]);
+        sharding_follow(m->sharding, m->ctx, side);
+        sharding_follow(m->sharding, side, m->ctx);
+        exchange_parts(m, &waves[i], x[i % 2], 1, side);
+    }
+    if (count) sharding_follow(m->sharding, m->ctx, side);
+    free(units);
+    free(waves);
+}
+
+// Size of a group of matrices of one shape: enough to fill a GPU. A larger parameter of one unit is a group of its own,
+// orthogonalized in parts.
+static const int64_t GROUP_ELEMENTS = (int64_t)1 << 27;
+
+// The groups, in the order of their first units.
+static void group_matrices(Model* m) {
+    const int units = params_units(&m->config);
+    MuonGroup* last[PARAMS] = {NULL};  // the last group of each parameter
+    m->muon.groups = (MuonGroup*)host_alloc((size_t)(units * PARAMS) * sizeof(MuonGroup));
+    for (int u = 0; u < units; u++) {
+        Param list[PARAMS];
+        const int count = params_list(list, &m->config, m->units[u].kind);
+        for (int i = 0; i < count; i++) {
+            // The parameter's matrices in this unit: one, or one per expert; gate and up count as two.
+            const Param* p = &list[i];
+            if (p->by != MUON) continue;
+            const int64_t halves = p->second ? 2 : 1, rows = p->rows / halves;
+            const MuonGroup mine = {p->id, u, 1, m->units[u].w[p->id].count * halves, rows, p->columns, 0};
+
+            // Joins the group of the unit before, if that has the same shape and is not full.
+            MuonGroup* g = last[p->id];
+            if (g && g->first + g->units == u && g->rows == rows && g->columns == p->columns &&
+                m->units[u].buffer[param_buffer(p->id)].shard == SHARD_NONE &&
+                (g->count + mine.count) * rows * p->columns <= GROUP_ELEMENTS) {
+                g->units++;
+                g->count += mine.count;
+            } else {
+                last[p->id] = &m->muon.groups[m->muon.group_count++];
+                *last[p->id] = mine;
+            }
+        }
+    }
+}
+
+void model_plan_muon(Model* m, Arena* arena) {
+    int64_t largest = 0, work = 0;
+    group_matrices(m);
+    for (int i = 0; i < m->muon.group_count; i++) {
+        // Equal parts of at most 3 GROUP_ELEMENTS of workspace, which a square group needs.
+        MuonGroup* g = &m->muon.groups[i];
+        const int64_t each = muon_work(1, g->rows, g->columns);
+        const int64_t pieces = ceil_div(g->count, max_i64(3 * GROUP_ELEMENTS / each, 1));
+        g->at_once = ceil_div(g->count, pieces);
+        work = max_i64(work, g->at_once * each);
+
+        // x holds a group, or a unit that came in parts.
+        const ParamBuffer* p = &m->units[g->first].buffer[param_buffer(g->id)];
+        if (p->shard == SHARD_NONE)
+            largest = max_i64(largest, g->count * g->rows * g->columns);
+        else
+            m->muon.wave_size = max_i64(m->muon.wave_size, round_up(p->n_muon, 64));
+    }
+    if (largest) arena_add(arena, "Muon: matrices of a group", ELEMENT_X, largest, 0, (void**)&m->muon.x);
+    if (m->muon.wave_size) {
+        arena_add(arena, "Muon: units of two waves", ELEMENT_X, 2 * m->muon.wave_size, 0, (void**)&m->muon.waves);
+        arena_add(arena, "Muon: own parts of a wave", ELEMENT_X, m->muon.wave_size + 64 * m->layout.ranks, 0,
+                  (void**)&m->muon.parts);
+    }
+    arena_add(arena, "Muon: workspace", ELEMENT_X, work, 0, (void**)&m->muon.work);
+}
