@@ -290,11 +290,6 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     if (!own && !v2 && !v3)
         refuse(&r, "model_type",
                "is neither deepseek_v3 nor deepseek_v2, and \"architectures\" begins with no class of theirs");
-    const char* note = json_text(json, "train_moe_note");
-    if (v2 && note && strstr(note, "selection bias"))
-        refuse(&r, "train_moe_note",
-               "says that the selection biases are stored with the moments, as before --balance: "
-               "resume the run for a step, which saves them with the weights");
 
     // Sizes.
     ModelConfig c = {.L = 0};

@@ -18,8 +18,7 @@ static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name,
 }
 
 // The tensors of unit u, from the table of parameters: of each its slice here, and the part that this rank writes.
-static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* moments, BiasPlace bias_place,
-                      int64_t optimizer) {
+static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* moments, int64_t optimizer) {
     int tensors;
     NamedTensor* list = params_tensors(&m->config, &m->layout, u, &tensors);
     snprintf(masters->name, sizeof(masters->name), "block_%03d.safetensors", u);
@@ -55,25 +54,21 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
 
     // Every rank holds the router's biases whole; rank 0 writes them.
     const int layer = m->units[u].layer;
-    if (m->units[u].at[ROUTER] < 0 || bias_place == BIAS_NOWHERE) return;
+    if (m->units[u].at[ROUTER] < 0) return;
+    if (m->config.score == SCORE_SOFTMAX && m->settings.balance == BALANCE_NONE) return;
     int64_t E = m->config.E;
     CheckpointTensor bias = {
         .dtype = CHECKPOINT_DTYPE, .rank = 1, .shape = {E, 1}, .count = E, .save_count = m->layout.rank == 0 ? E : 0};
     char name[112];
     snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", layer);
-    add(bias_place == BIAS_WITH_MOMENTS ? moments : masters, bias, name, "", m->bias, layer * E);
-}
-
-BiasPlace model_bias_place(const Model* m) {
-    const bool none = m->config.score == SCORE_SOFTMAX && m->settings.balance == BALANCE_NONE;
-    return none ? BIAS_NOWHERE : BIAS_WITH_WEIGHTS;
+    add(masters, bias, name, "", m->bias, layer * E);
 }
 
 // Two files a unit: weights at 2 u, moments at 2 u + 1.
-CheckpointFile* model_files(Model* m, BiasPlace bias_place, int64_t optimizer, int* count) {
+CheckpointFile* model_files(Model* m, int64_t optimizer, int* count) {
     int units = params_units(&m->config);
     CheckpointFile* files = (CheckpointFile*)host_alloc((size_t)(2 * units) * sizeof(CheckpointFile));
-    for (int u = 0; u < units; u++) list_unit(m, u, &files[2 * u], &files[2 * u + 1], bias_place, optimizer);
+    for (int u = 0; u < units; u++) list_unit(m, u, &files[2 * u], &files[2 * u + 1], optimizer);
     *count = 2 * units;
     return files;
 }
@@ -91,7 +86,7 @@ static int64_t window_after(const Model* m, int64_t step) {
 void model_save(Model* m, Saver* saver, int64_t step, uint32_t data_hash, const StepState* state) {
     CheckpointRecord record = {step, window_after(m, step), state->updates, data_hash};
     int count;
-    CheckpointFile* files = model_files(m, model_bias_place(m), m->settings.optimizer, &count);
+    CheckpointFile* files = model_files(m, m->settings.optimizer, &count);
     char* options = record_json(&m->settings);
     checkpoint_save(saver, &record, options, files, count, m->ctx);
     free(options);
@@ -117,14 +112,6 @@ static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
     return steps;
 }
 
-// Where a checkpoint has the biases. Before --balance those of softmax scores were with the moments, and before there
-// was a config.json with the weights.
-static BiasPlace recorded_bias_place(const Model* m, const Json* manifest) {
-    if (json_get(json_get(manifest, "options"), "balance")) return model_bias_place(m);
-    const bool apart = m->config.score == SCORE_SOFTMAX && checkpoint_lists(manifest, "config.json");
-    return apart ? BIAS_WITH_MOMENTS : BIAS_WITH_WEIGHTS;
-}
-
 int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
     const char* out = m->settings.out;
     char error[512];
@@ -147,7 +134,7 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
 
         // Loaded, or refused.
         const int64_t optimizer = record_optimizer(json_get(manifest, "options"));
-        CheckpointFile* files = model_files(m, recorded_bias_place(m, manifest), optimizer, &file_count);
+        CheckpointFile* files = model_files(m, optimizer, &file_count);
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state = {.updates = record.updates};
             device_upload(m->step.state, &state, sizeof(state), m->ctx);

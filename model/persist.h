@@ -3,19 +3,15 @@
 // Unit u (0 the embedding, then the blocks, the head, and MTP modules) has two files: block_%03d.safetensors (master
 // weights under Hugging Face names, and the router's e_score_correction_bias) and block_%03d.adam.safetensors (moments:
 // <name>.exp_avg and <name>.exp_avg_sq, or Muon's <name>.momentum_buffer). Softmax scores with --balance none have no
-// bias, as in DeepSeek-V2. Checkpoints from before --balance have the bias of softmax scores with the moments.
+// bias, as in DeepSeek-V2.
 #pragma once
 
 #include "model/model.h"
 #include "parallel/checkpoint.h"
 
-// Which files hold the routers' biases.
-typedef enum { BIAS_WITH_WEIGHTS, BIAS_WITH_MOMENTS, BIAS_NOWHERE } BiasPlace;
-BiasPlace model_bias_place(const Model* model);
-
 // The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory.
 // `optimizer` is that of the checkpoint. Where the run has another one, its state has no memory here.
-CheckpointFile* model_files(Model* model, BiasPlace bias_place, int64_t optimizer, int* count);
+CheckpointFile* model_files(Model* model, int64_t optimizer, int* count);
 void model_files_free(CheckpointFile* files, int count);
 
 // state is the host's copy of the device's StepState.

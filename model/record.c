@@ -1,7 +1,6 @@
 // A record is read into a Settings of its own, with defaults for missing options. Options are then compared as text.
 #include "model/record.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -105,13 +104,7 @@ static Settings recorded(const Json* record, const char* out) {
         was.given[i] = 1;
         free(text);
     }
-    // Older records lack options: their values follow from others.
-    was.optimizer = record_optimizer(record);  // before --optimizer it was AdamW
-    if (!json_get(record, "balance")) was.balance = was.bias_rate > 0 ? BALANCE_DEEPSEEK : BALANCE_NONE;
     settings_preset(&was, PRECISION_BF16);
-    Settings usual = settings_defaults(&was);
-    if (!json_get(record, "muon-lr")) was.muon_lr = usual.muon_lr;
-    settings_free(&usual);
     free(where);
     return was;
 }
@@ -128,28 +121,11 @@ void record_recall(const Json* record, Settings* s) {
         options_set(o, s, text, "");
         free(text);
     }
-    // Other --steps change the schedule, but not the warm-up: it is behind, or has begun. Older records lack its steps.
+    // Other --steps change the schedule, but not the warm-up: it is behind, or has begun.
     const Json* warmup = json_get(record, "warmup-steps");
     s->warmup_steps = warmup ? warmup->number : settings_warmup(&was);
     s->steps_before = was.steps;
-    if (json_int(record, "even-start", 0))
-        printf(
-            "options    --even-start of the checkpoint no longer exists: from here on routers select by their scores "
-            "and biases, with --balance %s\n",
-            was.balance == BALANCE_DEEPSEEK ? "deepseek" : "none");
-    // Programs that recorded --even-start had another bias rule.
-    if (json_get(record, "even-start") && was.bias_rate > 0)
-        printf(
-            "options    the checkpoint's biases moved by --bias-rate times 1 - load / mean load; from here on they move "
-            "by --bias-rate\n");
     settings_free(&was);
-}
-
-// Whether an option has the same value in both. Records of the past have 9 digits of a number.
-static int same(const Option* o, const Settings* a, const Settings* b) {
-    if (o->type != OPTION_FLOAT) return option_same(o, a, b);
-    const double x = *(const double*)((const char*)a + o->offset), y = *(const double*)((const char*)b + o->offset);
-    return fabs(x - y) <= 1e-8 * fabs(x);
 }
 
 void record_check(const Json* record, const Settings* s) {
@@ -159,7 +135,7 @@ void record_check(const Json* record, const Settings* s) {
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         // Options that may change at --resume are skipped, and Muon's if the optimizer has changed.
-        if (o->scope != OPTION_FIXED || same(o, s, &was)) continue;
+        if (o->scope != OPTION_FIXED || option_same(o, s, &was)) continue;
         if (s->optimizer != was.optimizer && strncmp(o->name, "muon-", 5) == 0) continue;
         char *now = option_text(o, s), *then = option_text(o, &was);
         const char* lacks = json_get(record, o->name) ? "" : " (its checkpoint does not name this option)";

@@ -84,9 +84,6 @@ int64_t* checkpoint_try_list(const char* out, int* count);
 // Reads the manifest of a checkpoint, checks it, and fills in the record. NULL on errors, with the reason in `error`.
 Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* record, char* error, size_t error_size);
 
-// Whether the manifest lists a file of this name. NULL lists none.
-bool checkpoint_lists(const Json* manifest, const char* name);
-
 // Checks every file against the manifest (the ranks share the files), and loads every slice. Returns
 // 0 on all ranks, or -1 on all with the same reason in `error`; then some tensors may have been overwritten. A NULL
 // manifest fails with the reason that is already in `error`. Ends the run if a rank passes another step or manifest

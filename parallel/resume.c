@@ -66,7 +66,9 @@ static char* read_record(const Json* json, int64_t step, CheckpointRecord* r) {
     r->updates = json_int(json, "updates", -1);
     r->data_hash = json_int(json, "data_hash", -1);
     if (!format || strcmp(format, CHECKPOINT_FORMAT) != 0)
-        return host_strdup("not of the format '" CHECKPOINT_FORMAT "'");
+        return host_format("its format is '%s', not '" CHECKPOINT_FORMAT
+                           "': another version made it; --init can read its weights",
+                           format ? format : "");
     if (!options || options->type != JSON_OBJECT || !options->child) return host_strdup("it has no options");
     // At least one of three consecutive steps is an update.
     if (r->updates < r->step / 3 || r->updates > r->step) return host_strdup("its number of updates is out of range");
@@ -112,8 +114,6 @@ static const Json* file_entry(const Json* manifest, const char* name) {
     }
     return NULL;
 }
-
-bool checkpoint_lists(const Json* manifest, const char* name) { return file_entry(manifest, name) != NULL; }
 
 // Cross-rank agreement. Returns 0 if no rank has a reason. Else it returns -1 on all ranks, and `error` gets the reason
 // of the first rank that has one. Frees `why`.

@@ -13,7 +13,7 @@
 #include "device/files.h"
 #include "parallel/ranks.h"
 
-#define CHECKPOINT_FORMAT "train_moe checkpoint 1"
+#define CHECKPOINT_FORMAT "train_moe checkpoint 2"
 #define CHECKPOINT_MANIFEST_END ",\n\"manifest_crc32\": "  // followed by the CRC-32 of all bytes before this
 
 Path step_path(const char* out, int64_t step, const char* suffix);  // out/step_%08d<suffix>

@@ -16,7 +16,7 @@ static const size_t TOKENIZER_LIMIT = (size_t)256 << 20;
 static char* index_json(Model* m) {
     int count;
     int64_t bytes = 0;
-    CheckpointFile* files = model_files(m, model_bias_place(m), m->settings.optimizer, &count);
+    CheckpointFile* files = model_files(m, m->settings.optimizer, &count);
     // A stream in memory: appending to a string would copy it for each of the 45,000 tensors of 671b.
     char* map = NULL;
     const char* comma = "";

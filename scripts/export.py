@@ -21,7 +21,7 @@ import shutil
 import sys
 import zlib
 
-FORMAT = "train_moe checkpoint 1"
+FORMAT = "train_moe checkpoint 2"
 FILE_BYTES = 5 * 10**9
 JSON_BYTES = 1 << 28
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

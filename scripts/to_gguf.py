@@ -169,10 +169,6 @@ class Weights:
         if beyond:
             print(f"to_gguf.py: warning: layers from {config['num_hidden_layers']} on are left out: they predict further tokens",
                   file=sys.stderr)
-        if config["model_type"] == "deepseek_v2" and "selection bias" in str(config.get("train_moe_note")):
-            raise Failure(f"{step}: made before --balance, when selection biases were stored with the moments: resume the run for "
-                          "a step, which saves them with the weights")
-
         # Sizes in config.json are those of the weights.
         rows, last = self.shape("model.embed_tokens.weight")[0], config["num_hidden_layers"] - 1
         if rows != config["vocab_size"]:

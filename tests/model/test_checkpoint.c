@@ -237,7 +237,7 @@ static void check_format(void) {
     free(header);
 
     char* text = host_strdup(
-        "{\"format\": \"train_moe checkpoint 1\", \"step\": 7, \"window\": 14, \"updates\": 6, "
+        "{\"format\": \"train_moe checkpoint 2\", \"step\": 7, \"window\": 14, \"updates\": 6, "
         "\"data_hash\": 4000000000,\n\"options\": {\"lr\": 0.1},\n\"files\": [");
     for (int f = 0; f < FILES; f++) {
         got = read_file(file_of(7, file_names[f]), SIZE_MAX, &got_bytes);

@@ -609,7 +609,9 @@ class Reports(Case):
             self.call([*git, folder, "commit", "-q", "--allow-empty", "-m", "one more"])
             return self.call([*git, folder, "describe", "--always"]).stdout.strip()
         shutil.copytree(ROOT / "device", tree / "device")
-        shutil.copy(ROOT / "Makefile", tree)
+        for name in ("Makefile", "tests/tests.mk", "bench/bench.mk"):
+            (tree / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
         self.call(["git", "init", "-q", self.dir])
         outer = commit(self.dir)
         self.call(make)

@@ -108,57 +108,16 @@ class ResumeOptions(Case):
                          muon_momentum=0.9)
             shutil.rmtree(out)
 
-    def test_learning_rate_of_muon_of_an_older_checkpoint(self):
-        """A checkpoint from before Muon has no --muon-lr: the preset's is the default, as of a newer one."""
-        for model, rate in (("tiny", 0.012), ("small", 0.002)):
-            for older in (False, True):
-                out = self.copy_of(self.reference(model=model, vocab=257))
-                record = manifest(out / "step_00000020")
-                if older:
-                    for name in ("optimizer", "muon-lr", "muon-momentum"):
-                        del record["options"][name]
-                    write_manifest(out / "step_00000020", record)
-                self.train(out="run", resume=True, steps=21, model=model, vocab=257, optimizer="muon")
-                self.assertEqual(manifest(out / "step_00000021")["options"]["muon-lr"], rate)
-
-    def test_option_that_was_removed(self):
-        """A checkpoint with --even-start, from before --balance: one line reports the change, the balancing stays."""
-        for rate, balance in ((0.005, "deepseek"), (0, "none")):
-            out = self.copy_of(self.reference(balance=balance))
-            record = manifest(out / "step_00000020")
-            del record["options"]["balance"]
-            record["options"].update({"even-start": 1, "bias-rate": rate})
-            write_manifest(out / "step_00000020", record)
-            done = self.train(out="run", resume=True, steps=21)
-            self.assertEqual(done.stdout.count("options    --even-start of the checkpoint no longer exists: from here on routers select "
-                                               f"by their scores and biases, with --balance {balance}\n"), 1)
-            self.assertEqual(done.stdout.count("options    the checkpoint's biases moved by --bias-rate times 1 - load / mean load; from here "
-                                               "on they move by --bias-rate\n"), int(rate > 0))
-            self.assertEqual(manifest(out / "step_00000021")["options"]["balance"], balance)
-            shutil.rmtree(out)
-
-    def test_manifest_of_the_past(self):
-        """A manifest of the first version of the format, tests/golden/manifest_1.json, still resumes.
-
-        Without this test, removed or renamed options could make such checkpoints useless."""
-        golden = json.loads((ROOT / "tests/golden/manifest_1.json").read_text())
-        flags = ("force-balance", "overfit")
-        here = ("train", "val", "tokenizer", "steps", "save-every", "out", "resume", "dry-run", "ranks", "help")
-        options = [word for name, value in golden["options"].items() if name not in flags + here for word in ("--" + name, value)]
-        options += ["--" + name for name in flags if golden["options"][name]]
-        args = [PROGRAM, "--train", self.train_glob, "--val", self.val_glob, "--steps", 4, "--save-every", 2, *options]
-        whole, out = self.dir / "whole", self.dir / "run"
-        self.call([*args, "--out", "whole", "--balance", "deepseek", "--optimizer", "adamw"])  # the values before the options
-        shutil.copytree(whole, out)
-        shutil.rmtree(out / "step_00000004")
-        record = manifest(out / "step_00000002")
-        self.assertEqual((golden["format"], golden.keys() - record.keys(), golden["options"].keys() - record["options"].keys()),
-                         (record["format"], set(), set()))
-        record["options"] = golden["options"]
-        write_manifest(out / "step_00000002", record)
-        self.assertIn("resumed    from run/step_00000002", self.call([*args, "--out", "run", "--resume"]).stdout)
-        self.assert_same_run(out, whole, 4)
-        self.assertEqual(manifest(out / "step_00000004")["options"]["balance"], "deepseek")
+    def test_a_version_before(self):
+        """A checkpoint of another version's format is refused by name."""
+        out = self.copy_of(self.reference())
+        for step in checkpoints(out):
+            record = manifest(out / step)
+            write_manifest(out / step, {**record, "format": "train_moe checkpoint 1"})
+        done = self.alone("--steps", 21, code=1)
+        self.assertIn("checkpoint step_00000020 is refused: run/step_00000020/manifest.json: its format is 'train_moe checkpoint 1', not "
+                      "'train_moe checkpoint 2': another version made it; --init can read its weights", done.stderr)
+        self.train(init=out / "step_00000020", out="again", steps=1)
 
     def test_what_may_differ(self):
         out = self.copy_of(self.reference(tokens_per_step=128), "moved")
