@@ -663,7 +663,7 @@ class Export(Case):
             self.assertNotEqual(manifest, whole)
             (step / "manifest.json").write_text(manifest)
             refused("manifest.json: (altered|not a JSON object)")
-        cli.write_manifest(step, {**json.loads(whole), "format": "train_moe checkpoint 2"})
+        cli.write_manifest(step, {**json.loads(whole), "format": "train_moe checkpoint 1"})
         refused("manifest.json: altered, or not of this version")
         files = json.loads(whole)["files"]
         for odd, words in (([*files, dict(name="/dev/zero", bytes=1, crc32=0)], "a file outside is named: /dev/zero"),
