@@ -19,7 +19,7 @@ static __global__ void count_loads(unsigned long long* load, const int32_t* expe
         if (local_count[e]) atomicAdd(&load[e], (unsigned long long)local_count[e]);
 }
 
-// Of the groups: inside[j] is true if the token selected the group of expert j, and rise[j] = (beta - score) / W
+// The groups of a token: inside[j] is true if it selected the group of expert j, and rise[j] = (beta - score) / W
 // (moe/balance.h). `mine`: 32 J floats of the warp in shared memory.
 template <int J>
 static __device__ __forceinline__ void look_at_groups(bool (&inside)[J], float (&rise)[J], const float (&compared)[J],
