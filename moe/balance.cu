@@ -36,7 +36,7 @@ static __device__ __forceinline__ void look_at_groups(bool (&inside)[J], float (
         if (group[j] != 0) beta = fmaxf(beta, score[j]);
     beta = warp_max(beta);
 
-    // Each lane writes what it knows of its groups, then reads that of its experts' groups.
+    // Each lane writes the values of its groups, then reads those of its experts' groups.
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < J; j++)
