@@ -61,7 +61,7 @@ CLOSE = 1e-2 if CUDA else 1e-4
 STATS_CLOSE = 1e-3 if CUDA else 2e-4
 SNR_CLOSE = 0.5 if CUDA else 0.05
 
-LIMIT = 10 if CUDA else 2  # --timeout for ranks that hang, in seconds
+LIMIT = 10  # --timeout for ranks that hang, in seconds: longer than a busy machine holds up a rank that works
 # Several micro-steps per step: slow enough for faults to happen between two steps. Runs that share GPUs wait for one
 # another in each transfer.
 RUN = dict(tokens_per_step=512 if CUDA else 2048, lr=1e-3, steps=60, save_every=10)
@@ -101,7 +101,7 @@ class Process:
 
     def wait_for(self, condition):
         while not condition():
-            if self.mpirun.poll() is not None or time.monotonic() > self.began + 60:
+            if self.mpirun.poll() is not None or time.monotonic() > self.began + 180:
                 raise AssertionError(f"the run ended, or took too long, before its fault: {self.end()}")
             time.sleep(0.001)
 
@@ -114,7 +114,7 @@ class Process:
 
     def end(self):
         try:
-            self.mpirun.wait(60)
+            self.mpirun.wait(180)
         except subprocess.TimeoutExpired:
             self.mpirun.kill()
         ranks = self.ranks().values()
@@ -223,7 +223,7 @@ class Faults(Case):
             if place != folder:
                 place.mkdir()
                 shutil.copytree(folder / "run", place / "run")
-            done = self.on(count, place, resume=True, **options)
+            done = self.on(count, place, resume=True, timeout=60, **options)
             self.assertIn(f"resumed    from run/{newest}\n", done.out)
             self.assertNotIn("refused", done.err)
             self.assertEqual([n for n in cli.checkpoints(place / "run") if not re.fullmatch(r"step_\d{8}", n)], [])
@@ -280,7 +280,7 @@ class Faults(Case):
         return Process(folder, (RANKS, slow + self.command(timeout=LIMIT, **{**RUN, **LAYOUT, "steps": 2}))).end()
 
     def fault_disk_slow(self, folder):
-        return self.slow_disk(folder, 0, 1)  # the files of a save together take longer than --timeout
+        return self.slow_disk(folder, 0, 2)  # the files of a save together take longer than --timeout
 
     def fault_disk_hangs(self, folder):
         return self.slow_disk(folder, VICTIM, 60)
