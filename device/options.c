@@ -235,21 +235,18 @@ void options_print(const Option* table, int count, const void* values, const voi
     printf("\n");
 }
 
-void options_help(const Option* table, int count, const char* program, const char* const* common) {
+void options_help(const Option* table, int count, const char* program, bool all) {
     static const char* const kinds[] = {"N", "X", "TEXT", "", ""};  // by OptionType
     printf(
         "usage: %s --train GLOB [options]\n       %s --out FOLDER --resume [options]\n"
         "       %s --sample FOLDER | --evaluate FOLDER [options]\n",
         program, program, program);
-    if (common) printf("\nThe options that most runs need; --help all lists all.\n");
+    if (!all) printf("\nThe options that most runs need; --help all lists all.\n");
     const Option *first = table, *shown = NULL;  // first option of the group; last option printed
     for (int i = 0; i < count; i++) {
         const Option* o = &table[i];
         if (strcmp(o->group, first->group) != 0) first = o;
-        // Without a list of common options all are printed.
-        const char* const* listed = common;
-        while (listed && *listed && strcmp(*listed, o->name) != 0) listed++;
-        if (listed && !*listed) continue;
+        if (!all && !o->common) continue;
         if (!shown || strcmp(o->group, shown->group) != 0) printf("\n%s\n", o->group);
         shown = o;
         char* usage = host_format("--%s %s", o->name, o->choices ? o->choices : kinds[o->type]);

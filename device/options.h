@@ -1,8 +1,8 @@
 // Options as one table. The table drives the command line, --help, the printed configuration and the checkpoint's
 // record, so that these cannot differ. Values are members of a plain struct; the table has their offsets.
 //
-//   a row           {"run", "steps", OPTION_INT, offsetof(Settings, steps), "1000", 1, 1e9, NULL, 0, "updates in all"}
-//   command line    --steps 500, or --steps=500
+//   a row           {"run", "steps", OPTION_INT, offsetof(Settings, steps), "1000", 1, 1e9, NULL, OPTION_FREE, true,
+//   "updates in all"} command line    --steps 500, or --steps=500
 //   --help          --steps N      updates in all [1000]
 //   configuration   run         steps 500
 //   record          "steps": 500
@@ -34,6 +34,7 @@ typedef struct Option {
     double min, max;      // INT and FLOAT: allowed range, both ends included
     const char* choices;  // CHOICE: "a|b|c"
     OptionScope scope;
+    bool common;  // most runs need it: --help prints it
     const char* help;
 } Option;
 
@@ -63,7 +64,7 @@ char* option_text(const Option* option, const void* values);
 // 1 if both structs have the same value.
 int option_same(const Option* option, const void* values, const void* others);
 
-// Prints help to stdout: the options in `common`, a list that ends with NULL; all options if `common` is NULL.
-void options_help(const Option* table, int count, const char* program, const char* const* common);
+// Prints help to stdout: the common options, or all.
+void options_help(const Option* table, int count, const char* program, bool all);
 // Prints "group  name value ..." lines to stdout: the values that differ from `defaults`; all values if it is NULL.
 void options_print(const Option* table, int count, const void* values, const void* defaults);

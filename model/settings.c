@@ -10,10 +10,13 @@
 #include "moe/moe.h"
 
 // Rows of the table, by type: group, name, field of Settings, default (NULL: from the group's first option), range or
-// choices, scope at --resume, help. Texts and flags are empty and off by default.
-#define FREE OPTION_FREE
-#define FIXED OPTION_FIXED
-#define ONCE OPTION_ONCE
+// choices, scope at --resume, help. Texts and flags are empty and off by default. --help prints the rows with _COMMON.
+#define FREE OPTION_FREE, false
+#define FIXED OPTION_FIXED, false
+#define ONCE OPTION_ONCE, false
+#define FREE_COMMON OPTION_FREE, true
+#define FIXED_COMMON OPTION_FIXED, true
+#define ONCE_COMMON OPTION_ONCE, true
 #define WHOLE(group, name, field, initial, min, max, scope, help)                                                      \
     { group, name, OPTION_INT, offsetof(Settings, field), initial, min, max, NULL, scope, help }
 #define NUMBER(group, name, field, initial, min, max, scope, help)                                                     \
@@ -29,7 +32,7 @@
 // The options, in the order of --help.
 const Option settings_table[] = {
     // Model: --model sets all of the group.
-    CHOICE("model", "model", preset, "tiny", "tiny|small|debug|16b|236b|671b", FIXED,
+    CHOICE("model", "model", preset, "tiny", "tiny|small|debug|16b|236b|671b", FIXED_COMMON,
            "preset for the options of this group"),
     WHOLE("model", "layers", model.L, NULL, 1, 1024, FIXED, "blocks"),
     WHOLE("model", "dim", model.C, NULL, 1, 1 << 14, FIXED, "model width"),
@@ -63,66 +66,72 @@ const Option settings_table[] = {
           "MTP modules (multi-token prediction); those that --init lacks are new"),
 
     // Use of an existing model.
-    TEXT("use", "init", init, FREE, "train on from the weights in this Hugging Face folder or run; give --lr too"),
-    TEXT("use", "sample", sample, ONCE, "no training: print a sample of the model in this folder or run"),
-    TEXT("use", "evaluate", evaluate, ONCE, "no training: loss of the model in this folder or run on --val and --eval"),
+    TEXT("use", "init", init, FREE_COMMON,
+         "train on from the weights in this Hugging Face folder or run; give --lr too"),
+    TEXT("use", "sample", sample, ONCE_COMMON, "no training: print a sample of the model in this folder or run"),
+    TEXT("use", "evaluate", evaluate, ONCE_COMMON,
+         "no training: loss of the model in this folder or run on --val and --eval"),
 
     // Data.
-    TEXT("data", "train", train, FREE, "training shards (glob)"),
-    TEXT("data", "val", val, FREE, "validation shards (glob)"),
+    TEXT("data", "train", train, FREE_COMMON, "training shards (glob)"),
+    TEXT("data", "val", val, FREE_COMMON, "validation shards (glob)"),
     TEXT("data", "eval", eval, FREE, "multiple-choice questions (glob), from scripts/prepare_eval.py"),
     TEXT("data", "tokenizer", tokenizer, FREE,
          "tokenizer file; none: NAME_tokenizer.bin beside the shards, else bytes"),
-    WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 20, FIXED, "tokens of a sequence"),
-    WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE, "sequences per rank and micro-step"),
-    WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED,
+    WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 20, FIXED_COMMON, "tokens of a sequence"),
+    WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE_COMMON, "sequences per rank and micro-step"),
+    WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED_COMMON,
           "tokens of a step, all ranks; 0: one micro-step"),
-    WHOLE("data", "seed", seed, "1", 0, BIG, FIXED, "seed of the weights, and of the data order without --data-seed"),
+    WHOLE("data", "seed", seed, "1", 0, BIG, FIXED_COMMON,
+          "seed of the weights, and of the data order without --data-seed"),
     WHOLE("data", "data-seed", data_seed, "0", 0, BIG, FIXED, "seed of the data order; 0: --seed"),
 
     // Length of the run, and its outputs.
-    WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE, "updates in all"),
-    TEXT("run", "out", out, FREE, "folder for log and checkpoints; none: nothing is kept"),
-    FLAG("run", "resume", resume, ONCE, "go on from the newest good checkpoint in --out, with its options"),
-    WHOLE("run", "save-every", save_every, "0", 0, 1e9, FREE, "steps between checkpoints; 0: at the end only"),
+    WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE_COMMON, "updates in all"),
+    TEXT("run", "out", out, FREE_COMMON, "folder for log and checkpoints; none: nothing is kept"),
+    FLAG("run", "resume", resume, ONCE_COMMON, "go on from the newest good checkpoint in --out, with its options"),
+    WHOLE("run", "save-every", save_every, "0", 0, 1e9, FREE_COMMON, "steps between checkpoints; 0: at the end only"),
     WHOLE("run", "keep", keep, "2", 1, 1e6, FREE, "checkpoints that stay"),
-    WHOLE("run", "val-every", val_every, "100", 0, 1e9, FREE, "steps between validations, and one at the end; 0: none"),
+    WHOLE("run", "val-every", val_every, "100", 0, 1e9, FREE_COMMON,
+          "steps between validations, and one at the end; 0: none"),
     WHOLE("run", "val-tokens", val_tokens, "65536", 1, BIG, FREE, "tokens of a validation, all ranks"),
     WHOLE("run", "eval-every", eval_every, "0", 0, 1e9, FREE, "steps between questions; 0: at the end only"),
-    WHOLE("run", "sample-every", sample_every, "0", 0, 1e9, FREE, "steps between samples; 0: none"),
+    WHOLE("run", "sample-every", sample_every, "0", 0, 1e9, FREE_COMMON, "steps between samples; 0: none"),
     WHOLE("run", "sample-tokens", sample_tokens, "128", 1, 1e6, FREE, "tokens of a sample"),
-    TEXT("run", "prompt", prompt, FREE, "text that samples begin with"),
+    TEXT("run", "prompt", prompt, FREE_COMMON, "text that samples begin with"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
     CHOICE("run", "graph", graph, "auto", "auto|off", FREE, "auto: one GPU replays its steps as CUDA graphs"),
-    FLAG("run", "dry-run", dry_run, ONCE,
+    FLAG("run", "dry-run", dry_run, ONCE_COMMON,
          "print memory, checkpoint size and FLOPs, and stop; exit code 1: does not fit"),
     WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, ONCE,
           "with --dry-run: ranks to plan for; 0: those of mpirun or srun"),
     NUMBER("run", "gpu-memory", gpu_memory, "0", 0, 1e6, ONCE,
            "with --dry-run: plan the CUDA build for a GPU of that many GiB; 0: this build"),
     FLAG("run", "version", version, ONCE, "print commit and build, and stop"),
-    FLAG("run", "help", help, ONCE, "print the common options and stop (also -h); --help all: all of them"),
+    FLAG("run", "help", help, ONCE_COMMON, "print the common options and stop (also -h); --help all: all of them"),
 
     // How it learns.
-    CHOICE("optimizer", "optimizer", optimizer, "muon", "adamw|muon", FREE,
+    CHOICE("optimizer", "optimizer", optimizer, "muon", "adamw|muon", FREE_COMMON,
            "muon: for matrices; adamw with 16b, 236b, 671b and --init, unless given"),
-    NUMBER("optimizer", "muon-lr", muon_lr, "2e-3", 0, 100, FIXED,
-           "peak learning rate of Muon; with --model tiny 12e-3, unless given"),
+    NUMBER("optimizer", "muon-lr", muon_lr, "2e-3", 0, 100, FIXED_COMMON,
+           "peak learning rate of Muon; another with --model tiny (docs/model.md)"),
     NUMBER("optimizer", "muon-momentum", muon_momentum, "0.95", 0, 0.999999, FIXED, "momentum of Muon"),
-    NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED,
-           "peak learning rate; 16b 4.2e-4, 236b 2.4e-4, 671b 2.2e-4, unless given"),
-    NUMBER("optimizer", "warmup", warmup, "0.05", 0, 1e9, FIXED, "steps of linear warm-up; below 1: share of --steps"),
-    CHOICE("optimizer", "schedule", schedule, "cosine", "cosine|wsd|linear|constant", FIXED, "after the warm-up"),
+    NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED_COMMON,
+           "peak learning rate; others with 16b, 236b, 671b (docs/model.md)"),
+    NUMBER("optimizer", "warmup", warmup, "0.05", 0, 1e9, FIXED_COMMON,
+           "steps of linear warm-up; below 1: share of --steps"),
+    CHOICE("optimizer", "schedule", schedule, "cosine", "cosine|wsd|linear|constant", FIXED_COMMON,
+           "after the warm-up"),
     NUMBER("optimizer", "final-lr-frac", final_lr_frac, "0.1", 0, 1, FIXED, "last learning rate as a part of --lr"),
-    NUMBER("optimizer", "weight-decay", weight_decay, "0.1", 0, 100, FIXED, "on matrices"),
+    NUMBER("optimizer", "weight-decay", weight_decay, "0.1", 0, 100, FIXED_COMMON, "on matrices"),
     NUMBER("optimizer", "beta1", beta1, "0.9", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
     CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", FIXED,
            "type of AdamW's moments and Muon's momentum; bf16 with 16b, 236b, 671b"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
-    CHOICE("optimizer", "balance", balance, "quantile", "quantile|deepseek|none", FIXED,
+    CHOICE("optimizer", "balance", balance, "quantile", "quantile|deepseek|none", FIXED_COMMON,
            "load balancing: quantile balancing, DeepSeek-V3's bias rule, or none"),
     NUMBER("optimizer", "bias-rate", bias_rate, "1e-3", 0, 100, FIXED,
            "step of the selection biases with --balance deepseek"),
@@ -134,8 +143,8 @@ const Option settings_table[] = {
     NUMBER("optimizer", "mtp-switch", mtp_switch, "0.67", 0, 1, FIXED, "share of the steps with --mtp-weight"),
 
     // Parallelism.
-    WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE, "ranks that share a set of experts"),
-    CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE,
+    WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE_COMMON, "ranks that share a set of experts"),
+    CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE_COMMON,
            "FSDP: sharded are nothing; optimizer state; also gradients; also weights"),
     CHOICE("parallel", "dispatch", dispatch, "nccl", "auto|nccl|windows", FREE,
            "all-to-all by NCCL (CPU: MPI), or GPUs store into each other's memory"),
@@ -143,7 +152,7 @@ const Option settings_table[] = {
            "seconds that ranks wait for one another before the run ends"),
 
     // Which numbers are MXFP8: --precision sets all up to --mx-gemm.
-    CHOICE("precision", "precision", precision, "bf16", "bf16|mxfp8|mxfp8-exact", FREE,
+    CHOICE("precision", "precision", precision, "bf16", "bf16|mxfp8|mxfp8-exact", FREE_COMMON,
            "sets the options up to --mx-gemm; one that is given as well wins"),
     CHOICE("precision", "expert-precision", expert_precision, NULL, "bf16|mxfp8", FIXED,
            "routed experts' GEMMs (bf16 is float32 in the CPU build)"),
@@ -161,7 +170,7 @@ const Option settings_table[] = {
           "steps between quantization statistics in the log; 0: none"),
 
     // Memory: activation checkpointing, and capacity for uneven loads.
-    CHOICE("memory", "recompute", recompute, "none", "none|moe|block", FREE,
+    CHOICE("memory", "recompute", recompute, "none", "none|moe|block", FREE_COMMON,
            "activation checkpointing: activations that backward computes again"),
     NUMBER("memory", "capacity", capacity, "1.25", 1, 1e6, FREE,
            "capacity factor with --ep: routed tokens to plan for, over the mean load"),
@@ -174,34 +183,41 @@ const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
 static_assert(sizeof(settings_table) / sizeof(settings_table[0]) <= SETTINGS_MOST, "Settings.given has all rows");
 
 // clang-format off
-// The models, in the order of --model's choices. The last three are sized as DeepSeek-V2-Lite, V2 and V3.
+// In the order of --model's choices. The last three are DeepSeek-V2-Lite, V2 and V3: sizes, and peak learning rates of
+// AdamW, as published. Optimizers and types of moments are as measured (bench/RESULTS.md).
 #define COMMON(mscale) \
     .norm_eps = 1e-6, .rope_theta = 10000, .yarn = 0, .yarn_factor = 40, .yarn_mscale = mscale, .yarn_original_len = 4096
-static const ModelConfig presets[] = {
+const Preset settings_presets[] = {
     // tiny
-    {.L = 4, .C = 128, .H = 4, .q_lora = 0, .kv_lora = 64, .nope = 32, .rope = 16, .v = 32,
-     .dense_ffn = 512, .dense_layers = 1, .E = 8, .K = 2, .shared = 1, .F = 128, .V = 257,
-     .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
+    {.model = {.L = 4, .C = 128, .H = 4, .q_lora = 0, .kv_lora = 64, .nope = 32, .rope = 16, .v = 32,
+               .dense_ffn = 512, .dense_layers = 1, .E = 8, .K = 2, .shared = 1, .F = 128, .V = 257,
+               .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
+     .lr = 1e-3, .muon_lr = 12e-3, .optimizer = MUON, .bf16_moments = false},
     // small
-    {.L = 8, .C = 512, .H = 8, .q_lora = 0, .kv_lora = 256, .nope = 64, .rope = 32, .v = 64,
-     .dense_ffn = 2048, .dense_layers = 1, .E = 32, .K = 4, .shared = 1, .F = 384, .V = 50257,
-     .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
+    {.model = {.L = 8, .C = 512, .H = 8, .q_lora = 0, .kv_lora = 256, .nope = 64, .rope = 32, .v = 64,
+               .dense_ffn = 2048, .dense_layers = 1, .E = 32, .K = 4, .shared = 1, .F = 384, .V = 50257,
+               .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
+     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .bf16_moments = false},
     // debug
-    {.L = 6, .C = 256, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
-     .dense_ffn = 1024, .dense_layers = 1, .E = 8, .K = 3, .shared = 2, .F = 256, .V = 2048,
-     .groups = 1, .top_groups = 1, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 1, COMMON(0.707)},
+    {.model = {.L = 6, .C = 256, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
+               .dense_ffn = 1024, .dense_layers = 1, .E = 8, .K = 3, .shared = 2, .F = 256, .V = 2048,
+               .groups = 1, .top_groups = 1, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 1, COMMON(0.707)},
+     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .bf16_moments = false},
     // 16b
-    {.L = 27, .C = 2048, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
-     .dense_ffn = 10944, .dense_layers = 1, .E = 64, .K = 6, .shared = 2, .F = 1408, .V = 102400,
-     .groups = 1, .top_groups = 1, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 1, COMMON(0.707)},
+    {.model = {.L = 27, .C = 2048, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
+               .dense_ffn = 10944, .dense_layers = 1, .E = 64, .K = 6, .shared = 2, .F = 1408, .V = 102400,
+               .groups = 1, .top_groups = 1, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 1, COMMON(0.707)},
+     .lr = 4.2e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .bf16_moments = true},
     // 236b
-    {.L = 60, .C = 5120, .H = 128, .q_lora = 1536, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
-     .dense_ffn = 12288, .dense_layers = 1, .E = 160, .K = 6, .shared = 2, .F = 1536, .V = 102400,
-     .groups = 8, .top_groups = 3, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 16, COMMON(1)},
+    {.model = {.L = 60, .C = 5120, .H = 128, .q_lora = 1536, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
+               .dense_ffn = 12288, .dense_layers = 1, .E = 160, .K = 6, .shared = 2, .F = 1536, .V = 102400,
+               .groups = 8, .top_groups = 3, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 16, COMMON(1)},
+     .lr = 2.4e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .bf16_moments = true},
     // 671b
-    {.L = 61, .C = 7168, .H = 128, .q_lora = 1536, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
-     .dense_ffn = 18432, .dense_layers = 3, .E = 256, .K = 8, .shared = 1, .F = 2048, .V = 129280,
-     .groups = 8, .top_groups = 4, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 2.5, COMMON(1)},
+    {.model = {.L = 61, .C = 7168, .H = 128, .q_lora = 1536, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
+               .dense_ffn = 18432, .dense_layers = 3, .E = 256, .K = 8, .shared = 1, .F = 2048, .V = 129280,
+               .groups = 8, .top_groups = 4, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 2.5, COMMON(1)},
+     .lr = 2.2e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .bf16_moments = true},
 };
 // clang-format on
 
@@ -215,7 +231,7 @@ static const Settings modes[] = {
 // int64_t and double are both 8 bytes.
 void settings_preset(Settings* s, int64_t precision) {
     Settings preset = modes[precision];
-    preset.model = presets[s->preset];
+    preset.model = settings_presets[s->preset].model;
     for (int i = 0; i < settings_count; i++) {
         size_t at = settings_table[i].offset;
         // A row without a default of its own takes that of --model or --precision.

@@ -28,6 +28,15 @@ typedef enum { ADAMW, MUON } Optimizer;  // MUON: for the matrices that params.c
 typedef enum { BALANCE_QUANTILE, BALANCE_DEEPSEEK, BALANCE_NONE } Balance;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT } Schedule;
 
+// What --model stands for.
+typedef struct Preset {
+    ModelConfig model;
+    double lr, muon_lr;
+    Optimizer optimizer;
+    bool bf16_moments;
+} Preset;
+extern const Preset settings_presets[];
+
 enum { SETTINGS_MOST = 128 };  // rows of the table
 
 // The value of every option. A choice is the number of the word in its list.

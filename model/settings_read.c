@@ -13,13 +13,6 @@
 #include "moe/moe.h"
 #include "parallel/checkpoint.h"
 
-// Options that --help prints; --help all prints all.
-static const char* const common[] = {
-    "model",           "init",    "sample", "evaluate",  "train",     "val",        "seq-len",   "batch",
-    "tokens-per-step", "seed",    "steps",  "out",       "resume",    "save-every", "val-every", "sample-every",
-    "prompt",          "dry-run", "help",   "optimizer", "muon-lr",   "lr",         "warmup",    "schedule",
-    "weight-decay",    "balance", "ep",     "shard",     "precision", "recompute",  NULL};
-
 // The row of the field at `offset`, and whether the command line has its option.
 static int row_of(size_t offset) {
     int i = 0;
@@ -27,15 +20,6 @@ static int row_of(size_t offset) {
     return i;
 }
 static bool is_given(const Settings* s, size_t offset) { return s->given[row_of(offset)]; }
-
-// The presets' peak learning rates, DeepSeek-V2-Lite's, V2's and V3's as published. Optimizers and types of moments, as
-// measured (bench/RESULTS.md).
-static const struct {
-    double lr, muon_lr;
-    Optimizer optimizer;
-    bool bf16_moments;
-} training[] = {{1e-3, 12e-3, MUON, false},  {1e-3, 2e-3, MUON, false},   {1e-3, 2e-3, MUON, false},
-                {4.2e-4, 2e-3, ADAMW, true}, {2.4e-4, 2e-3, ADAMW, true}, {2.2e-4, 2e-3, ADAMW, true}};
 
 // Ends the run if a number that comes from a file of --option FOLDER is outside the range of row o.
 static void check_range(const Settings* s, const Option* o, const char* option, const char* folder, const char* file) {
@@ -80,11 +64,12 @@ static void set_for_use(Settings* s, const char* folder) {
 
 // Defaults that depend on other options. A router that selects without a bias goes on without one.
 static void set_for_model(Settings* s) {
+    const Preset* preset = &settings_presets[s->preset];
     // Learning rates, optimizer and type of moments, by preset. Training from --init begins with AdamW.
-    if (!is_given(s, offsetof(Settings, lr))) s->lr = training[s->preset].lr;
-    if (!is_given(s, offsetof(Settings, muon_lr))) s->muon_lr = training[s->preset].muon_lr;
-    if (!is_given(s, offsetof(Settings, optimizer))) s->optimizer = *s->init ? ADAMW : training[s->preset].optimizer;
-    if (!is_given(s, offsetof(Settings, moments))) s->moments = training[s->preset].bf16_moments;
+    if (!is_given(s, offsetof(Settings, lr))) s->lr = preset->lr;
+    if (!is_given(s, offsetof(Settings, muon_lr))) s->muon_lr = preset->muon_lr;
+    if (!is_given(s, offsetof(Settings, optimizer))) s->optimizer = *s->init ? ADAMW : preset->optimizer;
+    if (!is_given(s, offsetof(Settings, moments))) s->moments = preset->bf16_moments;
     // Load balancing: the weight of the balance loss, by --balance and --score (sigmoid, softmax). 1e-3 is
     // DeepSeek-V2's (aux_loss_alpha of its published configuration).
     static const double aux_loss[][2] = {{1e-2, 1e-3}, {1e-4, 1e-4}, {0, 0}};
@@ -146,7 +131,7 @@ Settings settings_parse(int argc, char** argv) {
 Settings settings_read(Settings s, int ranks, const Json* record) {
     // The command line over the record over the presets over the defaults.
     settings_preset(&s, s.precision);
-    if (s.help) options_help(settings_table, settings_count, "train_moe", s.help == 1 ? common : NULL);
+    if (s.help) options_help(settings_table, settings_count, "train_moe", s.help == 2);
     if (s.help || s.version) return s;
     take_newest(&s.init);
     take_newest(&s.sample);
