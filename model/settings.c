@@ -1,4 +1,4 @@
-// The table of options, the presets, and values derived from options. model/settings_read.c reads their values.
+// The table of options, the presets, and values derived from options. Where values come from: model/settings_read.c.
 #include "model/settings.h"
 
 #include <assert.h>
@@ -220,6 +220,13 @@ const Preset settings_presets[] = {
      .lr = 2.2e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .bf16_moments = true},
 };
 // clang-format on
+
+Settings settings_parse(int argc, char** argv) {
+    Settings s = {.preset = 0};
+    options_defaults(settings_table, settings_count, &s);
+    options_parse(settings_table, settings_count, &s, s.given, argc, argv);
+    return s;
+}
 
 // Settings of each --precision, in the order of its choices. The rest is bf16, and --mx-gemm exact.
 static const Settings modes[] = {

@@ -121,13 +121,6 @@ Settings settings_defaults(const Settings* s) {
     return usual;
 }
 
-Settings settings_parse(int argc, char** argv) {
-    Settings s = {.preset = 0};
-    options_defaults(settings_table, settings_count, &s);
-    options_parse(settings_table, settings_count, &s, s.given, argc, argv);
-    return s;
-}
-
 Settings settings_read(Settings s, int ranks, const Json* record) {
     // The command line over the record over the presets over the defaults.
     settings_preset(&s, s.precision);
