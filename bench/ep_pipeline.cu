@@ -96,13 +96,13 @@ static void plan_pass(Pipeline& p, Pass& q, Format format) {
 
     const int64_t capacity = ragged_rows(p.N, EL, BACKEND);
     q.ragged.El = EL, q.ragged.capacity = capacity;
-    arena_add(a, "group starts", ELEMENT_I64, EL + 1, 0, (void**)&q.ragged.group_start);
-    arena_add(a, "group rows", ELEMENT_I32, EL, 0, (void**)&q.ragged.group_rows);
-    arena_add(a, "row -> token", ELEMENT_I32, capacity, 0, (void**)&q.ragged.row_token);
-    arena_add(a, "token -> row", ELEMENT_I32, p.N, 0, (void**)&q.ragged.token_row);
-    arena_add(a, "row gates", ELEMENT_REAL, capacity, 0, (void**)&q.ragged.row_gate);
-    arena_add(a, "y", ELEMENT_X, capacity * p.hidden, 0, (void**)&q.y);
-    arena_add(a, "dx", ELEMENT_X, capacity * p.dim, 0, (void**)&q.dx);
+    ARENA(a, "group starts", ELEMENT_I64, EL + 1, 0, &q.ragged.group_start);
+    ARENA(a, "group rows", ELEMENT_I32, EL, 0, &q.ragged.group_rows);
+    ARENA(a, "row -> token", ELEMENT_I32, capacity, 0, &q.ragged.row_token);
+    ARENA(a, "token -> row", ELEMENT_I32, p.N, 0, &q.ragged.token_row);
+    ARENA(a, "row gates", ELEMENT_REAL, capacity, 0, &q.ragged.row_gate);
+    ARENA(a, "y", ELEMENT_X, capacity * p.hidden, 0, &q.y);
+    ARENA(a, "dx", ELEMENT_X, capacity * p.dim, 0, &q.dx);
     const int memory = format.quantized ? ROWS_QUANTIZED : ROWS_FLOATX,
               values = format.quantized ? ROWS_FLOATX | ROWS_QUANTIZED : 0;
     rows_plan(a, "x by expert", &q.x_rows, memory, capacity, p.dim);
@@ -123,10 +123,10 @@ static void make(Pipeline& p, int64_t N, int64_t dim, int64_t hidden) {
     memset(&p, 0, sizeof(p));
     p.N = N, p.dim = dim, p.hidden = hidden;
     arena_init(&p.arena, "the benchmark", BACKEND);
-    arena_add(&p.arena, "x", ELEMENT_X, N * dim, 0, (void**)&p.x);
-    arena_add(&p.arena, "dy", ELEMENT_X, N * hidden, 0, (void**)&p.dy);
-    arena_add(&p.arena, "w", ELEMENT_X, weights, 0, (void**)&p.w);
-    for (real*& dw : p.dw) arena_add(&p.arena, "dw", ELEMENT_REAL, weights, 0, (void**)&dw);
+    ARENA(&p.arena, "x", ELEMENT_X, N * dim, 0, &p.x);
+    ARENA(&p.arena, "dy", ELEMENT_X, N * hidden, 0, &p.dy);
+    ARENA(&p.arena, "w", ELEMENT_X, weights, 0, &p.w);
+    for (real*& dw : p.dw) ARENA(&p.arena, "dw", ELEMENT_REAL, weights, 0, &dw);
     plan_pass(p, p.pass[0], FORMAT_FLOATX);
     plan_pass(p, p.pass[1], BYTES);
     void* pool;  // workspace of dispatch_counts

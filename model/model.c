@@ -99,27 +99,27 @@ static void set_weights(Unit* u) {
 static void plan_block(Arena* a, BlockSaved* s, const Model* m, int dense_mlp) {
     const ModelConfig* c = &m->config;
     int64_t N = m->shapes.N;
-    arena_add(a, "norm before attention", ELEMENT_X, N * c->C, 1, (void**)&s->norm1);
+    ARENA(a, "norm before attention", ELEMENT_X, N * c->C, 1, &s->norm1);
     // Queries, then keys and values.
     if (c->q_lora) {
-        arena_add(a, "query latent", ELEMENT_X, N * c->q_lora, 1, (void**)&s->cq);
-        arena_add(a, "query latent, normalised", ELEMENT_X, N * c->q_lora, 1, (void**)&s->cq_norm);
-        arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd_q);
+        ARENA(a, "query latent", ELEMENT_X, N * c->q_lora, 1, &s->cq);
+        ARENA(a, "query latent, normalised", ELEMENT_X, N * c->q_lora, 1, &s->cq_norm);
+        ARENA(a, "rstd", ELEMENT_REAL, N, 1, &s->rstd_q);
     }
-    arena_add(a, "queries", ELEMENT_X, N * c->H * (c->nope + c->rope), 1, (void**)&s->q);
-    arena_add(a, "key-value latent and k_rope", ELEMENT_X, N * (c->kv_lora + c->rope), 1, (void**)&s->kva);
-    arena_add(a, "key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, (void**)&s->ckv);
-    arena_add(a, "keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, (void**)&s->kv);
-    arena_add(a, "attention output", ELEMENT_X, N * c->H * c->v, 1, (void**)&s->att);
-    arena_add(a, "attention log-sum-exp", ELEMENT_REAL, N * c->H, 1, (void**)&s->lse);
+    ARENA(a, "queries", ELEMENT_X, N * c->H * (c->nope + c->rope), 1, &s->q);
+    ARENA(a, "key-value latent and k_rope", ELEMENT_X, N * (c->kv_lora + c->rope), 1, &s->kva);
+    ARENA(a, "key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, &s->ckv);
+    ARENA(a, "keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, &s->kv);
+    ARENA(a, "attention output", ELEMENT_X, N * c->H * c->v, 1, &s->att);
+    ARENA(a, "attention log-sum-exp", ELEMENT_REAL, N * c->H, 1, &s->lse);
     // The MLP's input. A MoE block keeps its other activations in the pool.
-    arena_add(a, "residual before MLP", ELEMENT_X, N * c->C, 1, (void**)&s->residual2);
-    arena_add(a, "norm before MLP", ELEMENT_X, N * c->C, 1, (void**)&s->norm2);
+    ARENA(a, "residual before MLP", ELEMENT_X, N * c->C, 1, &s->residual2);
+    ARENA(a, "norm before MLP", ELEMENT_X, N * c->C, 1, &s->norm2);
     // 1 / RMS of each token, for the backward of the norms.
-    arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd1);
-    arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd2);
-    arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd_kv);
-    if (dense_mlp) arena_add(a, "dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, (void**)&s->h);
+    ARENA(a, "rstd", ELEMENT_REAL, N, 1, &s->rstd1);
+    ARENA(a, "rstd", ELEMENT_REAL, N, 1, &s->rstd2);
+    ARENA(a, "rstd", ELEMENT_REAL, N, 1, &s->rstd_kv);
+    if (dense_mlp) ARENA(a, "dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, &s->h);
 }
 
 // Buffers of one block at a time. Only `out`, `dx` and `dembed` carry values to the next.
@@ -128,34 +128,34 @@ static void plan_scratch(Arena* a, Model* m) {
     Workspace* t = &m->t;
     int64_t N = m->shapes.N;
     // Residual stream and dense MLP.
-    arena_add(a, "block output", ELEMENT_X, N * c->C, 1, (void**)&t->out);
-    arena_add(a, "d residual stream", ELEMENT_X, N * c->C, 1, (void**)&t->dx);
-    arena_add(a, "d norm", ELEMENT_X, N * c->C, 1, (void**)&t->dnorm);
+    ARENA(a, "block output", ELEMENT_X, N * c->C, 1, &t->out);
+    ARENA(a, "d residual stream", ELEMENT_X, N * c->C, 1, &t->dx);
+    ARENA(a, "d norm", ELEMENT_X, N * c->C, 1, &t->dnorm);
     if (c->dense_layers) {
-        arena_add(a, "dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, (void**)&t->act);
-        arena_add(a, "d dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, (void**)&t->dact);
-        arena_add(a, "d dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, (void**)&t->dh);
+        ARENA(a, "dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, &t->act);
+        ARENA(a, "d dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, &t->dact);
+        ARENA(a, "d dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, &t->dh);
     }
     // Attention.
     if (c->q_lora) {
-        arena_add(a, "d query latent", ELEMENT_X, N * c->q_lora, 1, (void**)&t->dcq);
-        arena_add(a, "d query latent, normalised", ELEMENT_X, N * c->q_lora, 1, (void**)&t->dcq_norm);
+        ARENA(a, "d query latent", ELEMENT_X, N * c->q_lora, 1, &t->dcq);
+        ARENA(a, "d query latent, normalised", ELEMENT_X, N * c->q_lora, 1, &t->dcq_norm);
     }
-    arena_add(a, "d queries", ELEMENT_X, N * c->H * (c->nope + c->rope), 1, (void**)&t->dq);
-    arena_add(a, "d key-value latent and k_rope", ELEMENT_X, N * (c->kv_lora + c->rope), 1, (void**)&t->dkva);
-    arena_add(a, "d key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, (void**)&t->dckv);
-    arena_add(a, "d keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, (void**)&t->dkv);
-    arena_add(a, "d attention output", ELEMENT_X, N * c->H * c->v, 1, (void**)&t->datt);
+    ARENA(a, "d queries", ELEMENT_X, N * c->H * (c->nope + c->rope), 1, &t->dq);
+    ARENA(a, "d key-value latent and k_rope", ELEMENT_X, N * (c->kv_lora + c->rope), 1, &t->dkva);
+    ARENA(a, "d key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, &t->dckv);
+    ARENA(a, "d keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, &t->dkv);
+    ARENA(a, "d attention output", ELEMENT_X, N * c->H * c->v, 1, &t->datt);
     // MTP modules, and the classifier.
     if (c->mtp) {
-        arena_add(a, "module's input", ELEMENT_X, N * 2 * c->C, 1, (void**)&t->joined);
-        arena_add(a, "d module's input", ELEMENT_X, N * 2 * c->C, 1, (void**)&t->djoined);
-        arena_add(a, "d embeddings of modules", ELEMENT_X, N * c->C, 1, (void**)&t->dembed);
-        arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&t->rstd_embed);
-        arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&t->rstd_in);
+        ARENA(a, "module's input", ELEMENT_X, N * 2 * c->C, 1, &t->joined);
+        ARENA(a, "d module's input", ELEMENT_X, N * 2 * c->C, 1, &t->djoined);
+        ARENA(a, "d embeddings of modules", ELEMENT_X, N * c->C, 1, &t->dembed);
+        ARENA(a, "rstd", ELEMENT_REAL, N, 1, &t->rstd_embed);
+        ARENA(a, "rstd", ELEMENT_REAL, N, 1, &t->rstd_in);
     }
-    arena_add(a, "logits of a chunk", ELEMENT_X, m->t.chunk * config_vocab_padded(c), 0, (void**)&t->logits);
-    arena_add(a, "logits of a token", ELEMENT_REAL, c->V, 0, (void**)&t->logits_row);
+    ARENA(a, "logits of a chunk", ELEMENT_X, m->t.chunk * config_vocab_padded(c), 0, &t->logits);
+    ARENA(a, "logits of a token", ELEMENT_REAL, c->V, 0, &t->logits_row);
 }
 
 // Parameters, sharded over the ranks, and their quantized copies.
@@ -191,16 +191,16 @@ static void plan_activations(Model* m) {
     // The blocks, MTP modules included.
     m->blocks = (BlockSaved*)host_alloc((size_t)count * sizeof(BlockSaved));
     for (int64_t l = 0; l < count; l++) {
-        arena_add(saved, "residual before attention", ELEMENT_X, N * c->C, 1, (void**)&m->blocks[l].residual);
+        ARENA(saved, "residual before attention", ELEMENT_X, N * c->C, 1, &m->blocks[l].residual);
         if (per_block) plan_block(saved, &m->blocks[l], m, l < c->dense_layers);
     }
     // The outputs. The gradient of the last one is workspace (model_create).
     for (int64_t k = 0; k <= c->mtp; k++) {
         Output* o = &m->outputs[k];
-        arena_add(saved, "final residual", ELEMENT_X, N * c->C, 1, (void**)&o->residual);
-        arena_add(saved, "final norm", ELEMENT_X, N * c->C, 1, (void**)&o->norm);
-        arena_add(saved, "rstd", ELEMENT_REAL, N, 1, (void**)&o->rstd);
-        if (k < c->mtp) arena_add(saved, "d final norm", ELEMENT_X, N * c->C, 1, (void**)&o->dnorm);
+        ARENA(saved, "final residual", ELEMENT_X, N * c->C, 1, &o->residual);
+        ARENA(saved, "final norm", ELEMENT_X, N * c->C, 1, &o->norm);
+        ARENA(saved, "rstd", ELEMENT_REAL, N, 1, &o->rstd);
+        if (k < c->mtp) ARENA(saved, "d final norm", ELEMENT_X, N * c->C, 1, &o->dnorm);
     }
     if (!per_block) plan_block(&m->arena[IN_SCRATCH], &m->rebuilt, m, c->dense_layers > 0);
 }
@@ -228,22 +228,21 @@ static void plan_state(Model* m) {
     Arena* state = &m->arena[IN_STATE];
     const int64_t N = m->shapes.N, count = config_blocks(c);
     // Batch and tables.
-    arena_add(state, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
-    arena_add(state, "targets", ELEMENT_I32, (1 + c->mtp) * N, 1, (void**)&m->targets);
-    arena_add(state, "losses", ELEMENT_REAL, N, 1, (void**)&m->losses);
-    arena_add(state, "rope table", ELEMENT_REAL, m->shapes.T * c->rope, 0, (void**)&m->rope_table);
-    arena_add(state, "router biases", ELEMENT_REAL, count * c->E, 0, (void**)&m->bias);
+    ARENA(state, "tokens", ELEMENT_I32, N, 1, &m->tokens);
+    ARENA(state, "targets", ELEMENT_I32, (1 + c->mtp) * N, 1, &m->targets);
+    ARENA(state, "losses", ELEMENT_REAL, N, 1, &m->losses);
+    ARENA(state, "rope table", ELEMENT_REAL, m->shapes.T * c->rope, 0, &m->rope_table);
+    ARENA(state, "router biases", ELEMENT_REAL, count * c->E, 0, &m->bias);
     // Counters of a step. Loads and margins are integers, so their sums over the ranks are exact.
-    arena_add(state, "expert loads", ELEMENT_I64, count * c->E, 0, (void**)&m->step.load);
+    ARENA(state, "expert loads", ELEMENT_I64, count * c->E, 0, &m->step.load);
     const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
-    if (bins) arena_add(state, "router margins", ELEMENT_I64, bins, 0, (void**)&m->step.margins);
+    if (bins) ARENA(state, "router margins", ELEMENT_I64, bins, 0, &m->step.margins);
     const int64_t tensors = s->mx_stats ? count * BLOCK_STATS : 0;
-    arena_add(state, "quantization statistics", ELEMENT_BYTE, tensors * (int64_t)sizeof(MxStats), 0,
-              (void**)&m->step.mx_stats);
+    ARENA(state, "quantization statistics", ELEMENT_BYTE, tensors * (int64_t)sizeof(MxStats), 0, &m->step.mx_stats);
     // Structs that kernels read and write. Validation has a state of its own.
-    arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->step.state);
-    arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
-    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->step.inputs);
+    ARENA(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, &m->step.state);
+    ARENA(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, &m->val_state);
+    ARENA(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, &m->step.inputs);
 }
 
 void model_plan(Model* m, const Settings* s, int rank, Backend backend) {

@@ -51,17 +51,17 @@ size_t dispatch_workspace(DispatchShape s) {
 void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
     memset(r, 0, sizeof(*r));
     r->shape = s;
-    arena_add(a, "gates", ELEMENT_REAL, s.N * s.K, 1, (void**)&r->gate);
-    arena_add(a, "expert ids", ELEMENT_I32, s.N * s.K, 1, (void**)&r->expert);
+    ARENA(a, "gates", ELEMENT_REAL, s.N * s.K, 1, &r->gate);
+    ARENA(a, "expert ids", ELEMENT_I32, s.N * s.K, 1, &r->expert);
     if (s.ep == 1) return;
     // Several ranks: the tokens sorted by rank. A token has at most one row for each rank.
     r->send.El = s.ep;
     r->send.capacity = ragged_capacity(s.N, s.K, s.ep, a->backend);
-    arena_add(a, "rank starts", ELEMENT_I64, s.ep + 1, 0, (void**)&r->send.group_start);
-    arena_add(a, "rank rows", ELEMENT_I32, s.ep, 0, (void**)&r->send.group_rows);
-    arena_add(a, "sent row -> token", ELEMENT_I32, r->send.capacity, 1, (void**)&r->send.row_token);
-    arena_add(a, "token -> sent row", ELEMENT_I32, s.N * s.ep, 1, (void**)&r->send.token_row);
-    arena_add(a, "rows by rank", ELEMENT_I64, ROUTE_NUMBERS * s.ep, 0, (void**)&r->numbers);
+    ARENA(a, "rank starts", ELEMENT_I64, s.ep + 1, 0, &r->send.group_start);
+    ARENA(a, "rank rows", ELEMENT_I32, s.ep, 0, &r->send.group_rows);
+    ARENA(a, "sent row -> token", ELEMENT_I32, r->send.capacity, 1, &r->send.row_token);
+    ARENA(a, "token -> sent row", ELEMENT_I32, s.N * s.ep, 1, &r->send.token_row);
+    ARENA(a, "rows by rank", ELEMENT_I64, ROUTE_NUMBERS * s.ep, 0, &r->numbers);
 }
 
 void dispatch_plan_x(Arena* a, Rows* x, const Route* r) {
@@ -94,12 +94,12 @@ void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
     }
     // combine_back dequantizes into `sent`, so `sent` needs floatX as well as the bytes.
     plan_sent(a, t, r, ROWS_FLOATX | quantized_out | quantized_back);
-    arena_add(a, "sent gates", ELEMENT_REAL, r->send.capacity * s.K, 1, (void**)&t->sent_gate);
-    arena_add(a, "received gates", ELEMENT_REAL, r->received * s.K, 1, (void**)&t->received_gate);
+    ARENA(a, "sent gates", ELEMENT_REAL, r->send.capacity * s.K, 1, &t->sent_gate);
+    ARENA(a, "received gates", ELEMENT_REAL, r->received * s.K, 1, &t->received_gate);
     // Backward reuses forward's expert ids.
     if (!choices) return;
-    arena_add(a, "sent expert ids", ELEMENT_I32, r->send.capacity * s.K, 1, (void**)&t->sent_expert);
-    arena_add(a, "received expert ids", ELEMENT_I32, r->received * s.K, 1, (void**)&t->received_expert);
+    ARENA(a, "sent expert ids", ELEMENT_I32, r->send.capacity * s.K, 1, &t->sent_expert);
+    ARENA(a, "received expert ids", ELEMENT_I32, r->received * s.K, 1, &t->received_expert);
 }
 
 void dispatch_plan_again(Arena* a, AllToAll* t, const Route* r) {

@@ -6,15 +6,15 @@
 
 static void plan_choices(Arena* a, MoeSaved* saved, MoeShape s) {
     memset(saved, 0, sizeof(*saved));
-    arena_add(a, "router scores", ELEMENT_REAL, s.router.N * s.router.E, 1, (void**)&saved->scores);
+    ARENA(a, "router scores", ELEMENT_REAL, s.router.N * s.router.E, 1, &saved->scores);
     dispatch_plan_choices(a, &saved->route, dispatch_shape(s));
 }
 
 // The tensors that activation checkpointing drops after forward: backward has them again.
 static void plan_hidden(Arena* a, MoeSaved* saved, MoeShape s) {
     dispatch_plan_x(a, &saved->x, &saved->route);
-    arena_add(a, "routed hidden", ELEMENT_X, saved->ragged.capacity * 2 * s.F, 1, (void**)&saved->h);
-    if (s.shared_F) arena_add(a, "shared hidden", ELEMENT_X, s.router.N * 2 * s.shared_F, 1, (void**)&saved->shared_h);
+    ARENA(a, "routed hidden", ELEMENT_X, saved->ragged.capacity * 2 * s.F, 1, &saved->h);
+    if (s.shared_F) ARENA(a, "shared hidden", ELEMENT_X, s.router.N * 2 * s.shared_F, 1, &saved->shared_h);
 }
 
 // The layout of the local experts' rows, from the counts of the route. Without recomputation also the hidden tensors.
@@ -25,11 +25,11 @@ static void plan_routed(Arena* a, MoeSaved* saved, MoeShape s) {
     ASSERT(max_i64(rows, max_i64(saved->route.received, saved->route.send.capacity)) <= INT32_MAX);
     saved->ragged.El = El;
     saved->ragged.capacity = rows;
-    arena_add(a, "group starts", ELEMENT_I64, El + 1, 0, (void**)&saved->ragged.group_start);
-    arena_add(a, "group rows", ELEMENT_I32, El, 0, (void**)&saved->ragged.group_rows);
-    arena_add(a, "row -> token", ELEMENT_I32, rows, 1, (void**)&saved->ragged.row_token);
-    arena_add(a, "token -> row", ELEMENT_I32, saved->route.received * s.router.K, 1, (void**)&saved->ragged.token_row);
-    arena_add(a, "row gates", ELEMENT_REAL, rows, 1, (void**)&saved->ragged.row_gate);
+    ARENA(a, "group starts", ELEMENT_I64, El + 1, 0, &saved->ragged.group_start);
+    ARENA(a, "group rows", ELEMENT_I32, El, 0, &saved->ragged.group_rows);
+    ARENA(a, "row -> token", ELEMENT_I32, rows, 1, &saved->ragged.row_token);
+    ARENA(a, "token -> row", ELEMENT_I32, saved->route.received * s.router.K, 1, &saved->ragged.token_row);
+    ARENA(a, "row gates", ELEMENT_REAL, rows, 1, &saved->ragged.row_gate);
     if (!s.recompute) plan_hidden(a, saved, s);
 }
 
@@ -45,7 +45,7 @@ static void plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* saved, MoeSha
     rows_plan(a, "routed rows", &t->rows, ROWS_FLOATX | memory_read(s.expert), rows, max_i64(C, s.F));
     rows_plan(a, "routed activation", &t->act, s.expert.quantized ? memory_quantized(s.expert) : ROWS_FLOATX, rows,
               s.F);
-    if (s.shared_F) arena_add(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, (void**)&t->shared_act);
+    if (s.shared_F) ARENA(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, &t->shared_act);
     dispatch_plan_buffers(a, &t->exchange, &saved->route, 1);
 }
 
@@ -61,14 +61,14 @@ static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* saved, MoeS
     rows_plan(a, "routed rows", &t->rows, (fast_wgrad ? 0 : ROWS_FLOATX) | memory_read(s.expert), rows, C);
     rows_plan(a, "routed rows by channel", &t->channels, fast_wgrad ? ROWS_QUANTIZED : 0, length, C);
     // The shared MLP uses these buffers first, so each has the larger size.
-    arena_add(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, (void**)&t->dact);
-    arena_add(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, (void**)&t->act);
-    arena_add(a, "d hidden", ELEMENT_X, max_i64(length * 2 * F, N * 2 * sF), 1, (void**)&t->dh);
+    ARENA(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, &t->dact);
+    ARENA(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, &t->act);
+    ARENA(a, "d hidden", ELEMENT_X, max_i64(length * 2 * F, N * 2 * sF), 1, &t->dh);
     rows_plan(a, "d hidden, quantized", &t->dh_quantized, memory_quantized(s.expert), length, 2 * F);
     // The memory fits whole channels. Row-wise, the tensor has one row for each ragged row.
     t->dh_quantized.count = rows;
-    arena_add(a, "d row gates", ELEMENT_REAL, rows, 1, (void**)&t->drow_gate);
-    arena_add(a, "d gates", ELEMENT_REAL, N * s.router.K, 1, (void**)&t->dgate);
+    ARENA(a, "d row gates", ELEMENT_REAL, rows, 1, &t->drow_gate);
+    ARENA(a, "d gates", ELEMENT_REAL, N * s.router.K, 1, &t->dgate);
     dispatch_plan_buffers(a, &t->exchange, &saved->route, 0);
     if (s.recompute) dispatch_plan_again(a, &t->again, &saved->route);
 }

@@ -18,13 +18,12 @@ void weight_plan(Arena* a, Weight* w, int linear) {
 
     // The quantized copies for forward and dgrad.
     if (fast) {
-        arena_add(a, name, ELEMENT_BYTE, n, 0, (void**)&w->forward.tiles.q);
-        arena_add(a, name, ELEMENT_BYTE, n, 0, (void**)&w->back.tiles.q);
-        arena_add(a, name, ELEMENT_BYTE, w->count * mx_tiles(w->OC) * mx_tiles(w->IC), 0,
-                  (void**)&w->forward.tiles.scale);
+        ARENA(a, name, ELEMENT_BYTE, n, 0, &w->forward.tiles.q);
+        ARENA(a, name, ELEMENT_BYTE, n, 0, &w->back.tiles.q);
+        ARENA(a, name, ELEMENT_BYTE, w->count * mx_tiles(w->OC) * mx_tiles(w->IC), 0, &w->forward.tiles.scale);
     } else {
-        arena_add(a, name, ELEMENT_X, n, 0, (void**)&w->forward.value);
-        arena_add(a, name, ELEMENT_X, n, 0, (void**)&w->back.value);
+        ARENA(a, name, ELEMENT_X, n, 0, &w->forward.value);
+        ARENA(a, name, ELEMENT_X, n, 0, &w->back.value);
     }
 
     // The shared workspace grows to the largest need of a weight.
@@ -51,14 +50,12 @@ void linear_plan(Arena* a, GemmWorkspace* workspace, int64_t N, int batches) {
     // One quantized operand, and the token counts.
     const char* name = "operand of a GEMM, quantized";
     const int64_t rows = round_up(N, row_align(a->backend));
-    arena_add(a, name, ELEMENT_BYTE, max_i64(N * workspace->inputs, workspace->bytes), 1,
-              (void**)&workspace->input.mx.q);
-    arena_add(a, name, ELEMENT_BYTE, max_i64(rows * mx_stride(workspace->inputs), workspace->scales), 1,
-              (void**)&workspace->input.mx.scale);
-    if (!workspace->fast) arena_add(a, name, ELEMENT_X, N * workspace->inputs, 1, (void**)&workspace->input.value);
+    ARENA(a, name, ELEMENT_BYTE, max_i64(N * workspace->inputs, workspace->bytes), 1, &workspace->input.mx.q);
+    ARENA(a, name, ELEMENT_BYTE, max_i64(rows * mx_stride(workspace->inputs), workspace->scales), 1,
+          &workspace->input.mx.scale);
+    if (!workspace->fast) ARENA(a, name, ELEMENT_X, N * workspace->inputs, 1, &workspace->input.value);
     if (workspace->fast || workspace->of_dy)
-        arena_add(a, "tokens as a group", ELEMENT_BYTE, batches * (int64_t)sizeof(TokenGroup), 0,
-                  (void**)&workspace->group);
+        ARENA(a, "tokens as a group", ELEMENT_BYTE, batches * (int64_t)sizeof(TokenGroup), 0, &workspace->group);
 
     // MXFP8 wgrad. Fast: the operands of all weights of one linear_wgrads. Exact: those of one weight.
     if (!workspace->of_dy) return;
@@ -68,11 +65,11 @@ void linear_plan(Arena* a, GemmWorkspace* workspace, int64_t N, int batches) {
         const int64_t channels = i == 0 ? workspace->of_dy : workspace->of_x;
         name = "operand of wgrad, quantized";
         if (!workspace->fast) {
-            arena_add(a, name, ELEMENT_X, rows * workspace->inputs, 1, (void**)&operand[i]->value);
+            ARENA(a, name, ELEMENT_X, rows * workspace->inputs, 1, &operand[i]->value);
             continue;
         }
-        arena_add(a, name, ELEMENT_BYTE, channels * length, 1, (void**)&operand[i]->mx.q);
-        arena_add(a, name, ELEMENT_BYTE, channels * (length / MX_CHUNK), 1, (void**)&operand[i]->mx.scale);
+        ARENA(a, name, ELEMENT_BYTE, channels * length, 1, &operand[i]->mx.q);
+        ARENA(a, name, ELEMENT_BYTE, channels * (length / MX_CHUNK), 1, &operand[i]->mx.scale);
     }
 }
 

@@ -6,10 +6,10 @@
 // Registers the buffers with the arena, which sets the pointers later.
 void rows_plan(Arena* a, const char* name, Rows* rows, int memory, int64_t count, int64_t columns) {
     *rows = rows_of_values(NULL, count, columns);
-    if (memory & ROWS_FLOATX) arena_add(a, name, ELEMENT_X, count * columns, 1, (void**)&rows->value);
+    if (memory & ROWS_FLOATX) ARENA(a, name, ELEMENT_X, count * columns, 1, &rows->value);
     if (!(memory & ROWS_QUANTIZED)) return;
-    arena_add(a, name, ELEMENT_BYTE, count * columns, 1, (void**)&rows->mx.q);
-    arena_add(a, name, ELEMENT_BYTE, count * mx_stride(columns), 1, (void**)&rows->mx.scale);
+    ARENA(a, name, ELEMENT_BYTE, count * columns, 1, &rows->mx.q);
+    ARENA(a, name, ELEMENT_BYTE, count * mx_stride(columns), 1, &rows->mx.scale);
 }
 
 Rows rows_as(Rows out, Rows x, Format format, Ctx* ctx) {

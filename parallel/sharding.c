@@ -74,20 +74,20 @@ void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments, int rounded) 
     // Working weights. Where floatX is real, masters of the same elements serve as the weights.
     int own_weight = arena->backend == BACKEND_CUDA || (p->shard != SHARD_NONE && !slotted_weight(p));
     if (own_weight && slotted_weight(p))
-        arena_add(arena, "weights (own part)", ELEMENT_X, p->part, 0, (void**)&p->owned_weight);
+        ARENA(arena, "weights (own part)", ELEMENT_X, p->part, 0, &p->owned_weight);
     else if (own_weight)
-        arena_add(arena, "weights", ELEMENT_X, p->n, 0, (void**)&p->weight);
+        ARENA(arena, "weights", ELEMENT_X, p->n, 0, &p->weight);
 
     // Masters (as wide as floatX in both builds), gradients and moments.
-    arena_add(arena, "master weights", ELEMENT_X, p->owned, 0, (void**)&p->master);
+    ARENA(arena, "master weights", ELEMENT_X, p->owned, 0, &p->master);
     if (p->frozen) return;
     ASSERT(!rounded || p->parts == 1);
     if (rounded)
-        arena_add(arena, "gradients", ELEMENT_X, p->n, 0, (void**)&p->rounded_grad);
+        ARENA(arena, "gradients", ELEMENT_X, p->n, 0, &p->rounded_grad);
     else if (slotted_grad(p))
-        arena_add(arena, "gradients (own part)", ELEMENT_REAL, p->part, 0, (void**)&p->own_grad);
+        ARENA(arena, "gradients (own part)", ELEMENT_REAL, p->part, 0, &p->own_grad);
     else
-        arena_add(arena, "gradients", ELEMENT_REAL, p->n, 0, (void**)&p->grad);
+        ARENA(arena, "gradients", ELEMENT_REAL, p->n, 0, &p->grad);
     const Element moment = bf16_moments ? ELEMENT_BF16 : ELEMENT_REAL;
     arena_add(arena, p->n_muon ? "first moments, Muon's momentum" : "AdamW first moments", moment, p->owned, 0, &p->m);
     arena_add(arena, "AdamW second moments", moment, p->owned - muon_owned(p), 0, &p->v);
@@ -118,8 +118,8 @@ Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count
             grads = max_i64(grads, slotted_grad(dense) * dense->n + slotted_grad(experts) * experts->n);
         }
         s->slots[i].unit = -1;
-        if (weights) arena_add(arena, "weights gathered for use", ELEMENT_X, weights, 0, (void**)&s->slots[i].weight);
-        if (grads) arena_add(arena, "gradients to be reduced", ELEMENT_REAL, grads, 0, (void**)&s->slots[i].grad);
+        if (weights) ARENA(arena, "weights gathered for use", ELEMENT_X, weights, 0, &s->slots[i].weight);
+        if (grads) ARENA(arena, "gradients to be reduced", ELEMENT_REAL, grads, 0, &s->slots[i].grad);
     }
     return s;
 }

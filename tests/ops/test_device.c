@@ -72,9 +72,9 @@ static void arena_lays_out(void) {
     arena_init(&cuda, "test", BACKEND_CUDA);
     Arena* both[2] = {&cpu, &cuda};
     for (int i = 0; i < 2; i++) {
-        arena_add(both[i], "x", ELEMENT_X, 1000, 1, (void**)&x);
-        arena_add(both[i], "r", ELEMENT_REAL, 3, 0, (void**)&r);
-        arena_add(both[i], "ids", ELEMENT_I32, 65, 0, (void**)&ids);
+        ARENA(both[i], "x", ELEMENT_X, 1000, 1, &x);
+        ARENA(both[i], "r", ELEMENT_REAL, 3, 0, &r);
+        ARENA(both[i], "ids", ELEMENT_I32, 65, 0, &ids);
     }
     CHECK(arena_bytes(&cuda) == 2048 + 256 + 512, "CUDA: %zu bytes", arena_bytes(&cuda));
     arena_allocate(&cpu);
