@@ -35,7 +35,7 @@ typedef struct Arena {
 void arena_init(Arena* arena, const char* purpose, Backend backend);
 // Adds a buffer of `count` elements. arena_allocate sets *slot, unless slot is NULL.
 void arena_add(Arena* arena, const char* name, Element element, int64_t count, int per_token, void** slot);
-// Bytes of one element in this build, as a constant. BYTE stands for any struct.
+// Bytes of one element in this build, as a constant. ELEMENT_BYTE, which structs use too, is not checked.
 #define ELEMENT_SIZE(element)                                                                                          \
     ((element) == ELEMENT_X      ? sizeof(floatX)                                                                      \
      : (element) == ELEMENT_REAL ? sizeof(real)                                                                        \

@@ -28,7 +28,7 @@ typedef enum { ADAMW, MUON } Optimizer;  // MUON: for the matrices that params.c
 typedef enum { BALANCE_QUANTILE, BALANCE_DEEPSEEK, BALANCE_NONE } Balance;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT } Schedule;
 
-// What --model stands for.
+// A model of --model, with the defaults that belong to it.
 typedef struct Preset {
     ModelConfig model;
     double lr, muon_lr;
