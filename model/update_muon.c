@@ -204,11 +204,11 @@ void model_plan_muon(Model* m, Arena* arena) {
         else
             m->muon.wave_size = max_i64(m->muon.wave_size, round_up(p->n_muon, 64));
     }
-    if (largest) arena_add(arena, "Muon: matrices of a group", ELEMENT_X, largest, 0, (void**)&m->muon.x);
+    if (largest) ARENA(arena, "Muon: matrices of a group", ELEMENT_X, largest, 0, &m->muon.x);
     if (m->muon.wave_size) {
-        arena_add(arena, "Muon: units of two waves", ELEMENT_X, 2 * m->muon.wave_size, 0, (void**)&m->muon.waves);
-        arena_add(arena, "Muon: own parts of a wave", ELEMENT_X, m->muon.wave_size + 64 * m->layout.ranks, 0,
-                  (void**)&m->muon.parts);
+        ARENA(arena, "Muon: units of two waves", ELEMENT_X, 2 * m->muon.wave_size, 0, &m->muon.waves);
+        ARENA(arena, "Muon: own parts of a wave", ELEMENT_X, m->muon.wave_size + 64 * m->layout.ranks, 0,
+              &m->muon.parts);
     }
-    arena_add(arena, "Muon: workspace", ELEMENT_X, work, 0, (void**)&m->muon.work);
+    ARENA(arena, "Muon: workspace", ELEMENT_X, work, 0, &m->muon.work);
 }
