@@ -34,6 +34,17 @@
 
 namespace {
 
+// The three GEMMs. A k block is 128 bytes wide.
+struct Forward : Pass {
+    static constexpr int BLOCK_K = 64;
+};
+struct Dgrad : Forward {
+    static constexpr bool K_ROWS_B = true;
+};
+struct Wgrad : Dgrad {
+    static constexpr bool OVER_ROWS = true, ZERO_EMPTY = true, K_ROWS_A = true;
+};
+
 // A tile of each shape: its parts of 128 rows, 64 for each of the two warpgroups, and its columns.
 template <int SHAPE>
 constexpr int PARTS = SHAPE == TALL ? 2 : 1;
@@ -49,14 +60,14 @@ __device__ __forceinline__ void release(Shared& s, int stage, int lane) {
 
 // Mainloop: d = the tile's sums. Each tile shape has its own d, set to zero here. Anything else made the compiler
 // serialize wgmma (C7511, C7512).
-template <Pass P, int SHAPE>
+template <typename P, int SHAPE>
 __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2], int k_blocks,
                                          int group, int lane, RingSlot<STAGES>& stage) {
     constexpr int N = COLUMNS<SHAPE>;
 
     // Descriptors of the operands in stage 0. They count in units of 16 bytes, and so do the steps. The next k16 is 32
     // bytes along a row, or 16 rows of 128 bytes further if rows are the contraction.
-    constexpr int MN_A = P == WGRAD, MN_B = P != FORWARD;
+    constexpr int MN_A = P::K_ROWS_A, MN_B = P::K_ROWS_B;
     constexpr int STEP_A = MN_A ? 128 : 2, STEP_B = MN_B ? 128 : 2, PART = 2 * BOX_BYTES / 16;
     const uint32_t front = shared_address(s.stages), end = front + STAGE_BYTES;
     const uint64_t a = wgmma_descriptor<64>(front + group * BOX_BYTES, BOX_BYTES);
@@ -76,7 +87,7 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
         const uint64_t at = stage.index * (STAGE_BYTES / 16);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < BLOCK_K<P> / 16; k++)
+        for (int k = 0; k < P::BLOCK_K / 16; k++)
 #pragma unroll
             for (int part = 0; part < PARTS<SHAPE>; part++)
                 wgmma_ss<N, MN_A, MN_B>(d[part], a + at + k * STEP_A + part * PART, b + at + k * STEP_B, 1);
@@ -95,7 +106,7 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
 }
 
 // One tile: mainloop and epilogue.
-template <Pass P, typename Out, int SHAPE>
+template <typename P, typename Out, int SHAPE>
 __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const CUtensorMap* out, int columns, int add,
                                         RingSlot<STAGES>& stage, Writer& writer) {
     // Mainloop: the tile's sums.
@@ -106,10 +117,10 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
 
 #pragma unroll
     for (int part = 0; part < PARTS<SHAPE>; part++) {
-        // Epilogue. WGRAD: dW_e = or += the sums. Else y or dx = the sums, zeros in pad rows. (The work tile is read
+        // Epilogue. Wgrad: dW_e = or += the sums. Else y or dx = the sums, zeros in pad rows. (The work tile is read
         // from shared memory only here, to save registers.)
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
-        if (P == WGRAD)
+        if (P::OVER_ROWS)
             write<Out, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16,
                                        [&](const void* piece, int n) { tma_write(add, out, piece, n, m, expert); });
         else
@@ -119,7 +130,7 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
 }
 
 // A consumer warp: tile after tile.
-template <Pass P, typename Out>
+template <typename P, typename Out>
 __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int columns, int add) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     Writer writer = {s.stores[warp], 0, lane};
@@ -151,7 +162,7 @@ __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int c
     __syncwarp();
 }
 
-template <Pass P, typename Out>
+template <typename P, typename Out>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                         const __grid_constant__ CUtensorMap out, const Groups g) {
@@ -177,7 +188,7 @@ bool check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
     if (ctx->portable) return grouped_gemm_portable_forward(y, x, w, r, IC, OC, ctx);
-    launch(grouped_gemm_kernel<FORWARD, floatX>, ctx, matrix_map(x, 0, r.capacity, IC, BOX, ctx),
+    launch(grouped_gemm_kernel<Forward, floatX>, ctx, matrix_map(x, 0, r.capacity, IC, BOX, ctx),
            matrix_map(w, r.El, OC, IC, BOX, ctx), matrix_map(y, 0, r.capacity, OC, 16, ctx),
            groups_of(r, 0, OC, IC, ctx));
 }
@@ -185,7 +196,7 @@ void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r,
 void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
     if (ctx->portable) return grouped_gemm_portable_dgrad(dx, dy, w, r, IC, OC, ctx);
-    launch(grouped_gemm_kernel<DGRAD, floatX>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
+    launch(grouped_gemm_kernel<Dgrad, floatX>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
            matrix_map(w, r.El, OC, IC, BOX, ctx), matrix_map(dx, 0, r.capacity, IC, 16, ctx),
            groups_of(r, 0, IC, OC, ctx));
 }
@@ -200,7 +211,7 @@ static void wgrad(Out* dw, const floatX* dy, const floatX* x, Ragged r, int64_t 
     if (ctx->portable) return grouped_gemm_portable_wgrad(dw, dy, x, r, IC, OC, accumulate, ctx);
     Groups g = groups_of(r, OC, IC, r.capacity, ctx);
     g.add = accumulate;
-    launch(grouped_gemm_kernel<WGRAD, Out>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
+    launch(grouped_gemm_kernel<Wgrad, Out>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
            matrix_map(x, 0, r.capacity, IC, BOX, ctx), matrix_map(dw, r.El, OC, IC, 16, ctx), g);
 }
 

@@ -44,7 +44,7 @@ struct Shared {
     uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
     WorkItem items[ITEMS];
     Queue queue;
-    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // MX_WGRAD: factors of B's columns
+    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // factors of B's columns, from a second producer warp
 };
 
 // A slot in a ring of N, and the parity of the phase to wait for there. The producer begins with parity 1, that of the
@@ -74,16 +74,16 @@ __device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, ui
 }
 
 // Loads the k blocks of a work tile, one stage for each. The shared operand is multicast: this block loads every other
-// box of it for both blocks. A full barrier counts the bytes of all boxes, also of those that the peer loads. (One
-// thread runs this loop. Its instructions for a k block take about as long as the MXFP8 products of that block. So
-// COMMON_A is a template parameter.)
-template <Pass P, bool COMMON_A>
+// box of it for both blocks. A full barrier counts the bytes of all boxes, also of those that the peer loads.
+//
+// One thread runs this loop, and must keep ahead of the tensor cores. With fast products its instructions for a k block
+// take about as long as the products. So the loop decides nothing that is known before it: COMMON_A, which operand is
+// shared, is a template parameter.
+template <typename P, bool COMMON_A>
 __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const WorkItem& item,
                                             int rank, RingSlot<STAGES>& stage) {
-    const bool n_along_rows = P == DGRAD || P == WGRAD;  // rows of B in memory run along n, else along k
-    const int m0 = item.m + (P == MX_WGRAD ? item.of.a : 0), n0 = item.n + (P == MX_WGRAD ? item.of.b : 0);
-    const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = !IS_MX<P> && item.shape == WIDE ? 4 : 2;
-    for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += BLOCK_K<P>) {
+    const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = !P::SIDE_BY_SIDE && item.shape == WIDE ? 4 : 2;
+    for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += P::BLOCK_K) {
         // A free stage, and the bytes to expect.
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);
         uint64_t* full = &s.full_barriers[stage.index];
@@ -93,33 +93,34 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
         // A's boxes at the front.
 #pragma unroll
         for (int j = 0; j < (COMMON_A ? 2 : 4); j++) {
-            const int i = COMMON_A ? CLUSTER * j + rank : j, m = m0 + i * BOX;
+            const int i = COMMON_A ? CLUSTER * j + rank : j, m = item.m + i * BOX;
             if (i < a_boxes)
-                load_box<false, COMMON_A>(to + i * BOX_BYTES, a, full, P == WGRAD ? m : k, P == WGRAD ? k : m, 0);
+                load_box<false, COMMON_A>(to + i * BOX_BYTES, a, full, P::K_ROWS_A ? m : k, P::K_ROWS_A ? k : m, 0);
         }
 
         // B's boxes at the end.
         to += (STAGE_BOXES - b_boxes) * BOX_BYTES;
 #pragma unroll
         for (int j = 0; j < (COMMON_A ? 4 : 2); j++) {
-            const int i = COMMON_A ? j : CLUSTER * j + rank, n = n0 + i * BOX;
+            const int i = COMMON_A ? j : CLUSTER * j + rank, n = item.n + i * BOX;
             if (i < b_boxes)
-                load_box<!OVER_ROWS<P>, !COMMON_A>(to + i * BOX_BYTES, b, full, n_along_rows ? n : k,
-                                                   n_along_rows ? k : n, item.expert);
+                load_box<!P::OVER_ROWS, !COMMON_A>(to + i * BOX_BYTES, b, full, P::K_ROWS_B ? n : k,
+                                                   P::K_ROWS_B ? k : n, item.expert);
         }
         stage.advance();
     }
 }
 
 // The cluster's work tiles, one after another: the same number for both blocks. All lanes of the producer warp run it.
-template <Pass P>
+template <typename Scheduler>
 struct ClusterTiles {
     Queue& queue;
     int rank;              // of the block in the cluster
     uint32_t drawn, turn;  // block 0, lane 0: the number in flight; numbers received so far
-    TileScheduler<P> scheduler;
+    Scheduler scheduler;
 
-    __device__ __forceinline__ ClusterTiles(const Groups& g, Queue& queue)
+    template <typename Problem>
+    __device__ __forceinline__ ClusterTiles(const Problem& g, Queue& queue)
         : queue(queue), rank(cluster_rank()), drawn(draws() ? draw_number(g.counter) : 0), turn(0), scheduler(g) {}
 
     // This block's tile of the next work tile. Numbers are drawn one work tile ahead: the atomic's latency overlaps
@@ -151,9 +152,9 @@ struct ClusterTiles {
 };
 
 // The producer warp: fills both rings until there is no more work.
-template <Pass P>
-__device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Groups& g) {
-    ClusterTiles<P> tiles(g, s.queue);
+template <typename P, typename Scheduler, typename Problem>
+__device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Problem& g) {
+    ClusterTiles<Scheduler> tiles(g, s.queue);
     RingSlot<STAGES> stage = {0, 1};
     RingSlot<ITEMS> at = {0, 1};
     for (;;) {
@@ -176,22 +177,22 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
     }
 }
 
-// A block from start to end. consume(s) is the work of a consumer warp. In MX_WGRAD a second producer warp fills slots
-// too: overlap(s).
-template <Pass P, typename Consume, typename Overlap>
+// A block from start to end. consume(s) is the work of a consumer warp. With two PRODUCERS, the second one runs
+// overlap(s): it reads the work tiles, and fills stages too. Problem is Groups, or what else a Scheduler takes.
+template <typename P, typename Scheduler = TileScheduler<P>, typename Problem, typename Consume, typename Overlap>
 __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
-                                          const Groups& g, Consume consume, Overlap overlap) {
-    // Barriers, each with the number of arrivals that ends a phase. A slot is filled by one thread (MX_WGRAD: two) and
-    // released by every consumer warp. A stage is released by the consumer warps of both blocks, as both may load into
-    // it.
-    constexpr int SECOND = P == MX_WGRAD;
+                                          const Problem& g, Consume consume, Overlap overlap) {
+    // Barriers, each with the number of arrivals that ends a phase. A stage is filled by one thread of each producer.
+    // It is released by the consumer warps of both blocks, as both may load into it. A work tile's slot is released by
+    // all warps that read it.
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared& s = *(Shared*)memory;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++)
-            barrier_init(&s.full_barriers[i], 1 + SECOND), barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
+            barrier_init(&s.full_barriers[i], P::PRODUCERS), barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
         for (int i = 0; i < ITEMS; i++)
-            barrier_init(&s.item_full_barriers[i], 1), barrier_init(&s.item_empty_barriers[i], WARPS + SECOND);
+            barrier_init(&s.item_full_barriers[i], 1),
+                barrier_init(&s.item_empty_barriers[i], WARPS + P::PRODUCERS - 1);
         for (int i = 0; i < QUEUE; i++) barrier_init(&s.queue.full_barriers[i], 1);
         barrier_init_fence();
         tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
@@ -206,8 +207,8 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
     if (threadIdx.x < 128) {
         registers_fewer<56>();
         if (threadIdx.x < 32)
-            produce<P>(s, a, b, g);
-        else if (SECOND && threadIdx.x < 64)
+            produce<P, Scheduler>(s, a, b, g);
+        else if (P::PRODUCERS == 2 && threadIdx.x < 64)
             overlap(s);
     } else {
         registers_more<224>();

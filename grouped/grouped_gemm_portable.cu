@@ -63,11 +63,16 @@ struct Shared {
     WorkItem items[ITEMS];  // a ring of this block's tiles
 };
 
-// K_ROWS_A, K_ROWS_B: in memory the operand's rows are the contraction. Else the contraction runs along the rows.
-template <Pass P>
-constexpr bool K_ROWS_A = P == WGRAD;
-template <Pass P>
-constexpr bool K_ROWS_B = P != FORWARD;
+// The three GEMMs.
+struct Forward : Pass {
+    static constexpr int BLOCK_K = K_BLOCK;
+};
+struct Dgrad : Forward {
+    static constexpr bool K_ROWS_B = true;
+};
+struct Wgrad : Dgrad {
+    static constexpr bool OVER_ROWS = true, ZERO_EMPTY = true, K_ROWS_A = true;
+};
 
 __device__ __forceinline__ int boxes_of_a(const WorkItem& item) { return item.shape == TALL ? 4 : 2; }
 
@@ -93,13 +98,13 @@ struct BoxThread {
 };
 
 // The state of the loads. The six boxes of a stage are three pairs: A, then A or B, then B.
-template <Pass P>
+template <typename P>
 struct Loader {
     Shared& s;
     const Groups& g;
     const floatX *a, *b;
-    BoxThread<K_ROWS_A<P>> piece_a;
-    BoxThread<K_ROWS_B<P>> piece_b;
+    BoxThread<P::K_ROWS_A> piece_a;
+    BoxThread<P::K_ROWS_B> piece_b;
     const uint8_t* from[3];  // this thread's vector of each pair's first box
     uint32_t inside;         // a bit for each box: the vector is inside of M or N
     int k_left_a, k_left_b;  // the rest of the contraction, from this vector on
@@ -108,7 +113,7 @@ struct Loader {
     uint32_t drawn;          // thread 0: the number in flight
 
     __device__ __forceinline__ Loader(Shared& s, const Groups& g, const floatX* a, const floatX* b)
-        : s(s), g(g), a(a), b(b), piece_a(P == WGRAD ? g.M : g.K), piece_b(P == FORWARD ? g.K : g.N), turn(0) {
+        : s(s), g(g), a(a), b(b), piece_a(P::K_ROWS_A ? g.M : g.K), piece_b(P::K_ROWS_B ? g.N : g.K), turn(0) {
         if (threadIdx.x == 0) drawn = draw_number(g.counter);
         sort_experts<P>(g);
         __syncthreads();
@@ -145,7 +150,7 @@ struct Loader {
     // all numbers resets the counter.
     __device__ __forceinline__ void schedule(int index) {
         if (threadIdx.x >= 32) return;
-        TileScheduler<P, K_BLOCK> scheduler(g);
+        TileScheduler<P> scheduler(g);
         WorkItem item;
         do {
             const int number = broadcast((int)drawn, 0), half = number % CLUSTER;
@@ -163,9 +168,9 @@ struct Loader {
     __device__ __forceinline__ void begin() {
         // The tile, and its expert's operands.
         const WorkItem item = s.items[turn % ITEMS];
-        const int ld_a = P == WGRAD ? g.M : g.K, ld_b = P == FORWARD ? g.K : g.N;
+        const int ld_a = P::K_ROWS_A ? g.M : g.K, ld_b = P::K_ROWS_B ? g.N : g.K;
         const floatX* of_a = a + item.k * (int64_t)ld_a;
-        const floatX* of_b = b + (P == WGRAD ? item.k * (int64_t)g.N : item.expert * (int64_t)g.N * g.K);
+        const floatX* of_b = b + (P::OVER_ROWS ? item.k * (int64_t)g.N : item.expert * (int64_t)g.N * g.K);
         if (item.k_blocks) schedule(turn + 1);
 
         // The boxes. Without work zeros are copied until the kernel ends.
@@ -232,7 +237,7 @@ __device__ __forceinline__ void store4(float* to, const float (&x)[4]) { *(float
 // Stores the warp's 64 x 64 sums, from row m and column n of the expert's output on. Rows from M on are zeros in y and
 // dx, and are not stored in dW. Neighbouring lanes exchange two floats: each then has four contiguous columns, of the
 // first or second of two matrices.
-template <Pass P, typename Out>
+template <typename P, typename Out>
 __device__ __forceinline__ void store(Out* out, const float (&d)[4][8][4], int m, int n, int M, int N, int add) {
     const int lane = threadIdx.x % 32, odd = lane % 2;
     const int column = n + odd * 8 + lane % 4 / 2 * 4;
@@ -245,7 +250,7 @@ __device__ __forceinline__ void store(Out* out, const float (&d)[4][8][4], int m
         float4 was[4] = {};
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            if (P == WGRAD && add && row < M && column + j * 16 < N) was[j] = *(const float4*)(to + j * 16);
+            if (P::OVER_ROWS && add && row < M && column + j * 16 < N) was[j] = *(const float4*)(to + j * 16);
 
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -254,21 +259,21 @@ __device__ __forceinline__ void store(Out* out, const float (&d)[4][8][4], int m
             const float x = __shfl_xor_sync(0xffffffffu, odd ? first[0] : second[0], 1);
             const float y = __shfl_xor_sync(0xffffffffu, odd ? first[1] : second[1], 1);
             float four[4] = {odd ? x : first[0], odd ? y : first[1], odd ? second[0] : x, odd ? second[1] : y};
-            if (P == WGRAD) {
+            if (P::OVER_ROWS) {
                 four[0] += was[j].x;
                 four[1] += was[j].y;
                 four[2] += was[j].z;
                 four[3] += was[j].w;
             }
-            if (P != WGRAD && row >= M) four[0] = four[1] = four[2] = four[3] = 0;
-            if ((P != WGRAD || row < M) && column + j * 16 < N) store4(to + j * 16, four);
+            if (!P::OVER_ROWS && row >= M) four[0] = four[1] = four[2] = four[3] = 0;
+            if ((!P::OVER_ROWS || row < M) && column + j * 16 < N) store4(to + j * 16, four);
         }
     }
 }
 
 // --- The kernel ---
 
-template <Pass P, typename Out>
+template <typename P, typename Out>
 __global__ void __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(Out* out, const floatX* a, const floatX* b, const Groups g) {
     // Prologue: fill the first three stages.
@@ -283,8 +288,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     copy_async_wait<STAGES - 2>();
     __syncthreads();
 
-    const Fragments<K_ROWS_A<P>, false> of_a;
-    const Fragments<K_ROWS_B<P>, true> of_b;
+    const Fragments<P::K_ROWS_A, false> of_a;
+    const Fragments<P::K_ROWS_B, true> of_b;
     const int warp = threadIdx.x / 32;
     int stage = 0;
     for (int turn = 0;; turn++) {
@@ -324,13 +329,13 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
 
         // Epilogue.
-        Out* of_expert = out + (P == WGRAD ? item.expert * (int64_t)g.M * g.N : 0);
+        Out* of_expert = out + (P::OVER_ROWS ? item.expert * (int64_t)g.M * g.N : 0);
         store<P>(of_expert, d, item.m + box_a * BOX, item.n + box_b * BOX, item.m + item.valid, g.N, g.add);
     }
     copy_async_wait<0>();
 }
 
-template <Pass P, typename Out>
+template <typename P, typename Out>
 void multiply_groups(Out* out, const floatX* a, const floatX* b, const Groups& g, Ctx* ctx) {
     ASSERT(((uintptr_t)out | (uintptr_t)a | (uintptr_t)b) % 16 == 0);
     launch(grouped_gemm_kernel<P, Out>, (unsigned)ctx->sms, THREADS, sizeof(Shared), ctx, out, a, b, g);
@@ -340,12 +345,12 @@ void multiply_groups(Out* out, const floatX* a, const floatX* b, const Groups& g
 
 void grouped_gemm_portable_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC,
                                    Ctx* ctx) {
-    multiply_groups<FORWARD>(y, x, w, groups_of(r, 0, OC, IC, ctx), ctx);
+    multiply_groups<Forward>(y, x, w, groups_of(r, 0, OC, IC, ctx), ctx);
 }
 
 void grouped_gemm_portable_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC,
                                  Ctx* ctx) {
-    multiply_groups<DGRAD>(dx, dy, w, groups_of(r, 0, IC, OC, ctx), ctx);
+    multiply_groups<Dgrad>(dx, dy, w, groups_of(r, 0, IC, OC, ctx), ctx);
 }
 
 template <typename Out>
@@ -353,7 +358,7 @@ void grouped_gemm_portable_wgrad(Out* dw, const floatX* dy, const floatX* x, Rag
                                  int accumulate, Ctx* ctx) {
     Groups g = groups_of(r, OC, IC, r.capacity, ctx);
     g.add = accumulate;
-    multiply_groups<WGRAD>(dw, dy, x, g, ctx);
+    multiply_groups<Wgrad>(dw, dy, x, g, ctx);
 }
 template void grouped_gemm_portable_wgrad(real*, const floatX*, const floatX*, Ragged, int64_t, int64_t, int, Ctx*);
 template void grouped_gemm_portable_wgrad(floatX*, const floatX*, const floatX*, Ragged, int64_t, int64_t, int, Ctx*);

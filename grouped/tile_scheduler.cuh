@@ -17,13 +17,14 @@
 //     |       8       | 9 |
 //     +---------------+---+
 //
-// MXFP8 has only work tiles of the kinds 0..7. Its last row of supertiles may be one base tile high. Where the narrow
-// last column has one supertile left, block 0 stores it, and block 1 computes it without storing, as in 9.
+// The two tiles of a work tile share one operand, which Hopper's blocks multicast (grouped/grouped_gemm_parts.cuh). A
+// kernel chooses how they lie in a supertile (Pass::SIDE_BY_SIDE):
 //
-// The two tiles of a work tile share one operand, which Hopper's blocks multicast (grouped/grouped_gemm_parts.cuh):
+//     one above the other    128 x 256 each    shared: the columns of B
+//     side by side           256 x 128 each    shared: the rows of A
 //
-//     bf16     128 x 256 each, one above the other     shared: the columns of B
-//     MXFP8    256 x 128 each, side by side            shared: the rows of A
+// Side by side there are only work tiles of the kinds 0..7: the last row of supertiles may be one base tile high. Where
+// the narrow last column has one supertile left, block 0 stores it, and block 1 computes it without storing, as in 9.
 //
 // Dynamic scheduling: numbers are drawn from a counter in device memory, first come, first served. A block that starts
 // late draws fewer work tiles, and no block waits for it. (A transfer between GPUs can occupy some SMs for
@@ -36,31 +37,25 @@
 
 namespace {
 
-// The three GEMMs in bf16 and the two in MXFP8. Each multiplies A (M, K) by B (K, N) for every expert.
-enum Pass { FORWARD, DGRAD, WGRAD, MX, MX_WGRAD };
+// What differs between the GEMMs, each of which multiplies A (M, K) by B (K, N) for every expert. A kernel derives a
+// type for each of its GEMMs, with BLOCK_K, the elements of the contraction in a k block.
+struct Pass {
+    // For the scheduler.
+    static constexpr bool SIDE_BY_SIDE = false;  // how a work tile's two tiles lie (above)
+    static constexpr bool OVER_ROWS = false;     // the contraction runs over an expert's rows; all outputs are one size
+    static constexpr bool ZERO_EMPTY = false;    // OVER_ROWS: writes zeros for experts without rows, unless it adds
 
-template <Pass P>
-constexpr bool IS_MX = P == MX || P == MX_WGRAD;
-// The contraction runs over an expert's rows. All experts' outputs have the same size.
-template <Pass P>
-constexpr bool OVER_ROWS = P == WGRAD || P == MX_WGRAD;
+    // For the loads: in memory the operand's rows are the contraction. Else the contraction runs along the rows.
+    static constexpr bool K_ROWS_A = false, K_ROWS_B = false;
+    static constexpr int PRODUCERS = 1;  // warps that fill a stage (grouped/grouped_gemm_parts.cuh)
+};
 
 enum { CLUSTER = 2 };  // thread blocks
 enum { SQUARE_SIDE = 128 };
 enum { BAND = 8 };  // supertiles
 
-// Elements of the contraction in a pipeline stage on Hopper: 128 bytes.
-template <Pass P>
-constexpr int BLOCK_K = IS_MX<P> ? 128 : 64;
-
 // Tile shapes: 128 x 256, 256 x 128 and 128 x 128 of the output.
 enum Shape { WIDE, TALL, SQUARE };
-
-// One of several outputs: its sizes, and the first rows of A and of B that are its own.
-struct Matrix {
-    int M, N, a, b;
-};
-enum { MOST_MATRICES = 4 };
 
 // Problem sizes of a grouped GEMM. A size that is an expert's number of rows is not set here: M, or K if OVER_ROWS. K
 // if OVER_ROWS is the end of the ragged buffer. An expert without rows reads there, and gets zeros.
@@ -70,21 +65,15 @@ struct Groups {
     int El, M, N, K;
     uint32_t* counter;  // work tiles drawn so far; owned by the Ctx
     int16_t* order;     // OVER_ROWS: experts by rows, largest first
-    int add;            // OVER_ROWS: 1 accumulates; 0 overwrites, by WGRAD also for experts without rows
-    // MX_WGRAD: if not 0, the number of outputs that replace the experts' outputs (El is the same number). All of them
-    // contract over the rows of one group.
-    int matrices;
-    Matrix list[MOST_MATRICES];
+    int add;            // OVER_ROWS: 1 accumulates; 0 overwrites
 };
 
-// One block's tile of a work tile.
-struct WorkItem {
+// One block's tile of a work tile. (Aligned, so that it is copied through shared memory in pairs of words.)
+struct alignas(8) WorkItem {
     int m, n, k;   // the tile's first row and column, and the start of its contraction; m (OVER_ROWS: k) is a row of
                    // the ragged buffer
     int expert;    // index of the weights
-    int map;       // MX_WGRAD: index of the matrix, 0 with experts
-    Matrix of;     // MX_WGRAD: the sizes and offsets of its operands
-    int k_blocks;  // of K_BLOCK along the contraction; 0: no more work
+    int k_blocks;  // of BLOCK_K along the contraction; 0: no more work
     int past;      // no more work: the number, counted from the end of the work tiles
     int valid;     // rows from m on that are not pad rows (OVER_ROWS: rows of the output)
     int shape;     // Shape
@@ -104,10 +93,10 @@ __device__ __forceinline__ uint32_t draw_number(uint32_t* counter) {
 
 // OVER_ROWS: the cost of a tile grows with its expert's rows. Experts are sorted by rows, largest first, so that no
 // expensive tile starts last. All threads of a block call it, and then synchronize. (All blocks write the same order.)
-template <Pass P>
+template <typename P>
 __device__ __forceinline__ void sort_experts(const Groups& g) {
-    if constexpr (OVER_ROWS<P>)
-        for (int e = threadIdx.x; e < g.El && !g.matrices; e += blockDim.x) {
+    if constexpr (P::OVER_ROWS)
+        for (int e = threadIdx.x; e < g.El; e += blockDim.x) {
             int rows = g.rows[e], place = 0;
             for (int i = 0; i < g.El; i++) place += g.rows[i] > rows || (g.rows[i] == rows && i < e);
             g.order[place] = (int16_t)e;
@@ -116,18 +105,25 @@ __device__ __forceinline__ void sort_experts(const Groups& g) {
 
 // The tile scheduler, run by all lanes of a warp, after sort_experts. It holds a window of 32 experts, one in each
 // lane. The numbers only grow, so the window only moves forward.
-template <Pass P, int K_BLOCK = BLOCK_K<P>>
+template <typename P>
 struct TileScheduler {
     const Groups& g;
     int lane;
-    int wide, narrow;                         // columns of two base tiles; 1 if one of one base tile follows (MX_WGRAD:
-                                              // of this lane's output)
+    int M, wide, narrow;                      // rows; columns of two base tiles; 1 if one of one base tile follows
     int common_a;                             // of the current work tile: 1: the blocks share A; 0: they share B
     int first, base;                          // the window's first expert; work tiles before it
     int expert, start, rows, squares_m, end;  // this lane's expert; its rows of base tiles; the end of its numbers
 
     __device__ __forceinline__ explicit TileScheduler(const Groups& g) : g(g), lane(threadIdx.x % 32) {
-        set_columns(g.N);
+        restart(g.M, g.N);
+    }
+
+    // From here on outputs are (M, N), and numbers begin at 0.
+    __device__ __forceinline__ void restart(int M, int N) {
+        const int squares_n = div_up(N, SQUARE_SIDE);
+        this->M = M;
+        wide = squares_n / 2;
+        narrow = squares_n % 2;
         load_window(0, 0);
     }
 
@@ -148,17 +144,15 @@ struct TileScheduler {
         const int before = broadcast(end, (owner + 31) % 32);
         const int owner_start = broadcast(start, owner), owner_rows = broadcast(rows, owner);
         const int owner_squares = broadcast(squares_m, owner);
-        const int wide = P == MX_WGRAD ? broadcast(this->wide, owner) : this->wide;
-        const int narrow = P == MX_WGRAD ? broadcast(this->narrow, owner) : this->narrow;
         number -= owner ? before : base;
 
         // The tile, in base tiles.
         int m, n;
-        const int paired = items_of(areas_of(owner_squares), wide, narrow);
+        const int paired = items_of(areas_of(owner_squares));
         item.shape = WIDE;
         item.store = 1;
-        common_a = IS_MX<P>;
-        if (!IS_MX<P> && number >= paired) {  // the odd last row: tiles side by side
+        common_a = P::SIDE_BY_SIDE;
+        if (!P::SIDE_BY_SIDE && number >= paired) {  // the odd last row: tiles side by side
             const int column = (number - paired) * CLUSTER + rank, last = wide + narrow - 1;
             m = owner_squares - 1;
             n = 2 * min(column, last);
@@ -166,55 +160,41 @@ struct TileScheduler {
             item.store = column <= last;
             if (n == 2 * wide) item.shape = SQUARE;
         } else {
-            const int per_band = items_of(BAND, wide, narrow), band = number / per_band;
+            const int per_band = items_of(BAND), band = number / per_band;
             const int height = min((int)BAND, areas_of(owner_squares) - band * BAND);
             number -= band * per_band;
             if (number < height * wide) {  // a supertile
-                m = 2 * (number % height) + (IS_MX<P> ? 0 : rank);
-                n = 2 * (number / height) + (IS_MX<P> ? rank : 0);
+                m = 2 * (number % height) + (P::SIDE_BY_SIDE ? 0 : rank);
+                n = 2 * (number / height) + (P::SIDE_BY_SIDE ? rank : 0);
             } else {  // two supertiles of the odd last column: tiles one above the other
                 const int area = 2 * (number - height * wide), last = area + 1 == height;
-                m = 2 * area + rank * (!last ? 2 : IS_MX<P> ? 0 : 1);
+                m = 2 * area + rank * (!last ? 2 : P::SIDE_BY_SIDE ? 0 : 1);
                 n = 2 * wide;
                 item.shape = last ? SQUARE : TALL;
                 common_a = 0;
-                item.store = !IS_MX<P> || !last || rank == 0;
+                item.store = !P::SIDE_BY_SIDE || !last || rank == 0;
             }
             m += 2 * band * BAND;
         }
-        if (IS_MX<P>) item.shape = m + 1 < owner_squares ? TALL : SQUARE;
+        if (P::SIDE_BY_SIDE) item.shape = m + 1 < owner_squares ? TALL : SQUARE;
 
         // The tile, in elements.
-        item.m = m * SQUARE_SIDE + (OVER_ROWS<P> ? 0 : owner_start);
+        item.m = m * SQUARE_SIDE + (P::OVER_ROWS ? 0 : owner_start);
         item.n = n * SQUARE_SIDE;
-        item.k = OVER_ROWS<P> ? owner_start : 0;
+        item.k = P::OVER_ROWS ? owner_start : 0;
         item.expert = broadcast(expert, owner);
-        if (P == MX_WGRAD) {
-            item.of = {g.M, g.N, 0, 0};
-            if (g.matrices) {
-                item.map = item.expert;
-                item.expert = 0;
-                item.of = g.list[item.map];
-            }
-        }
-        item.k_blocks = div_up(OVER_ROWS<P> ? max(owner_rows, 1) : g.K, K_BLOCK);
-        item.valid = (OVER_ROWS<P> ? g.M : owner_rows) - m * SQUARE_SIDE;
+        item.k_blocks = div_up(P::OVER_ROWS ? max(owner_rows, 1) : g.K, P::BLOCK_K);
+        item.valid = (P::OVER_ROWS ? M : owner_rows) - m * SQUARE_SIDE;
         return item;
     }
 
    private:
-    __device__ __forceinline__ void set_columns(int N) {
-        const int squares_n = div_up(N, SQUARE_SIDE);
-        wide = squares_n / 2;
-        narrow = squares_n % 2;
-    }
-
     // areas_of: supertiles in one column, for the given rows of base tiles. items_of: work tiles of that many rows of
     // supertiles: the supertiles themselves and the narrow last column.
-    __device__ __forceinline__ int areas_of(int squares) const { return IS_MX<P> ? div_up(squares, 2) : squares / 2; }
-    __device__ __forceinline__ static int items_of(int areas, int wide, int narrow) {
-        return areas * wide + div_up(areas, 2) * narrow;
+    __device__ __forceinline__ int areas_of(int squares) const {
+        return P::SIDE_BY_SIDE ? div_up(squares, 2) : squares / 2;
     }
+    __device__ __forceinline__ int items_of(int areas) const { return areas * wide + div_up(areas, 2) * narrow; }
 
     // Moves the window to the 32 experts from `from` on. `items` is the number of work tiles before them.
     __device__ __forceinline__ void load_window(int from, int items) {
@@ -224,17 +204,14 @@ struct TileScheduler {
         base = items;
         expert = start = rows = squares_m = end = 0;
         if (i < g.El) {
-            const bool matrix = P == MX_WGRAD && g.matrices;
-            if (matrix) set_columns(g.list[i].N);
-            expert = OVER_ROWS<P> && !matrix ? g.order[i] : i;
-            const int group = matrix ? 0 : expert, M = matrix ? g.list[i].M : g.M;
-            rows = g.rows[group];
-            start = OVER_ROWS<P> && rows == 0 ? g.K : (int)g.start[group];
-            squares_m = !OVER_ROWS<P>                        ? ((int)g.start[expert + 1] - start) / SQUARE_SIDE
-                        : rows > 0 || (P == WGRAD && !g.add) ? div_up(M, SQUARE_SIDE)
-                                                             : 0;
-            end = items_of(areas_of(squares_m), wide, narrow);
-            if (!IS_MX<P>) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);
+            expert = P::OVER_ROWS ? g.order[i] : i;
+            rows = g.rows[expert];
+            start = P::OVER_ROWS && rows == 0 ? g.K : (int)g.start[expert];
+            squares_m = !P::OVER_ROWS                           ? ((int)g.start[expert + 1] - start) / SQUARE_SIDE
+                        : rows > 0 || (P::ZERO_EMPTY && !g.add) ? div_up(M, SQUARE_SIDE)
+                                                                : 0;
+            end = items_of(areas_of(squares_m));
+            if (!P::SIDE_BY_SIDE) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);
         }
 
         // Inclusive prefix sum over the lanes: counts become ends.

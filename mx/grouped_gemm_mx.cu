@@ -31,16 +31,72 @@ namespace {
 
 enum { RUN = MX_RUN / MX_CHUNK };
 
+// --- The work ---
+
+// The two GEMMs: forward and dgrad, and wgrad, whose column scales come from a second producer warp. A k block is 128
+// bytes wide.
+struct Mx : Pass {
+    static constexpr int BLOCK_K = MX_CHUNK;
+    static constexpr bool SIDE_BY_SIDE = true;
+};
+struct MxWgrad : Mx {
+    static constexpr bool OVER_ROWS = true;
+    static constexpr int PRODUCERS = 2;
+};
+
+// An output of wgrad: its sizes, and the first rows of A and of B that are its own.
+struct Matrix {
+    int M, N, a, b;
+};
+
+// A wgrad: one matrix for each expert, all of one size. Or, with one expert, a list of matrices of any sizes. They
+// contract over the same rows of A and B, and a work tile's `expert` is then the matrix.
+struct Wgrads : Groups {
+    const uint8_t *a, *b;  // scales: per matrix (chunks, M) and (chunks, N), one matrix after another
+    int chunks, matrices;  // matrices: 1 with experts
+    Matrix list[MX_MATRICES];
+
+    // A work tile's matrix, and the index of its TMA map; and its index in that map.
+    __device__ __forceinline__ int map_of(const WorkItem& item) const { return matrices > 1 ? item.expert : 0; }
+    __device__ __forceinline__ const Matrix& of(const WorkItem& item) const { return list[map_of(item)]; }
+    __device__ __forceinline__ int depth_of(const WorkItem& item) const { return matrices > 1 ? 0 : item.expert; }
+};
+
+// The tile scheduler of one matrix after another. A tile's m and n are those of all of A and B.
+struct WgradScheduler : TileScheduler<MxWgrad> {
+    const Wgrads& all;
+    int matrix, before;  // the current matrix; work tiles before it
+
+    __device__ __forceinline__ explicit WgradScheduler(const Wgrads& all)
+        : TileScheduler(all), all(all), matrix(0), before(0) {}
+
+    __device__ __forceinline__ WorkItem find(int number, int rank) {
+        for (;;) {
+            WorkItem item = TileScheduler::find(number - before, rank);
+            if (item.k_blocks == 0 && matrix + 1 < all.matrices) {
+                before = number - item.past;
+                matrix++;
+                restart(all.list[matrix].M, all.list[matrix].N);
+                continue;
+            }
+            item.m += all.list[matrix].a;
+            item.n += all.list[matrix].b;
+            if (all.matrices > 1) item.expert = matrix;
+            return item;
+        }
+    }
+};
+
 // --- Scales: prefetched into registers ---
 //
 // wgmma leaves a row of the accumulator in four lanes, each with two rows of each part (device/wgmma.cuh). So these
 // four lanes need the scales of four rows. Each loads one, and shuffles exchange them: lane % 4 = 2 * part, + 1 for the
 // row 8 below. Only addresses depend on the lane, so that the mainloop's descriptors stay in uniform registers.
 
-// The output row whose scale this lane loads.
+// The row of the work tile whose scale this lane loads.
 __device__ __forceinline__ int row_of_lane(const WorkItem& item, int lane) {
     const int warp = threadIdx.x / 32 - 4, part = item.shape == TALL ? lane % 4 / 2 : 0;
-    return item.m + part * SQUARE_SIDE + warp * 16 + lane / 4 + lane % 2 * 8;
+    return part * SQUARE_SIDE + warp * 16 + lane / 4 + lane % 2 * 8;
 }
 
 // Scales of forward and dgrad: x has one per row and chunk, W one per tile of 128 x 128 (mx/grouped_gemm_mx.h).
@@ -63,7 +119,7 @@ struct SquareScales {
 
     // Starts the first loads for the next tile.
     __device__ __forceinline__ void begin(const WorkItem& item, const Tensors& t, int lane) {
-        x = (const uint4*)(t.x + row_of_lane(item, lane) * t.x_stride);
+        x = (const uint4*)(t.x + (item.m + row_of_lane(item, lane)) * t.x_stride);
         w = t.w + (item.expert * t.w_stride_e + (uint32_t)item.n / SQUARE_SIDE * t.w_stride_o);
         read(0, item.k_blocks, t, lane);
     }
@@ -102,19 +158,17 @@ struct SquareScales {
 // Scales of wgrad: those of A's rows are prefetched two chunks ahead. Those of B's columns are in shared memory.
 struct ChannelScales {
     enum { BY_COLUMN = 1 };
-    struct Tensors {
-        const uint8_t *a, *b;  // per matrix (chunks, M) and (chunks, N), one matrix after another
-        int chunks;
-    };
+    typedef Wgrads Tensors;
 
     const uint8_t* a;
     int M;
     uint32_t now, next;  // scale bytes of the current and the next chunk
 
     __device__ __forceinline__ void begin(const WorkItem& item, const Tensors& t, int lane) {
-        M = item.of.M;
-        const int row = min(row_of_lane(item, lane), M - 1);
-        a = t.a + ((int64_t)item.of.a * t.chunks + (int64_t)(item.k / MX_CHUNK) * M + row);
+        const Matrix& of = t.of(item);
+        M = of.M;
+        const int row = min(item.m - of.a + row_of_lane(item, lane), M - 1);
+        a = t.a + ((int64_t)of.a * t.chunks + (int64_t)(item.k / MX_CHUNK) * M + row);
         now = read(0, item.k_blocks);
         next = read(1, item.k_blocks);
     }
@@ -148,7 +202,7 @@ __device__ __forceinline__ float change_unit(uint32_t& now, uint32_t next) {
 // The second warp of the producer warpgroup: writes each column's factor into the stage, after every fourth k block and
 // after the last. The order is the one in which consumer lanes read. Lane l % 4 has columns 8j + l % 4 * 2 and the
 // next, for every j (device/wgmma.cuh). The four factors of two j are adjacent.
-__device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScales::Tensors& t) {
+__device__ __forceinline__ void fill_column_scales(Shared& s, const Wgrads& t) {
     const int lane = threadIdx.x % 32;
     RingSlot<STAGES> stage = {0, 1};
     RingSlot<ITEMS> at = {0, 0};
@@ -156,10 +210,11 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScale
         // The work item, this lane's four columns (a half of those of j = lane / 2), and their first scale bytes.
         barrier_wait(&s.item_full_barriers[at.index], at.phase);
         const WorkItem& item = s.items[at.index];
-        const int k_blocks = item.k_blocks, N = item.of.N, to = lane / 4 * 16 + lane % 2 * 8 + lane / 2 % 2 * 2;
+        const int k_blocks = item.k_blocks, to = lane / 4 * 16 + lane % 2 * 8 + lane / 2 % 2 * 2;
         if (k_blocks == 0) break;
-        const uint8_t* from =
-            t.b + ((int64_t)item.of.b * t.chunks + (int64_t)(item.k / MX_CHUNK) * N + min(item.n + 4 * lane, N - 4));
+        const Matrix& of = t.of(item);
+        const int N = of.N, column = min(item.n - of.b + 4 * lane, N - 4);
+        const uint8_t* from = t.b + ((int64_t)of.b * t.chunks + (int64_t)(item.k / MX_CHUNK) * N + column);
         const uint32_t first = *(const uint32_t*)from;
         uint32_t unit[4];
 #pragma unroll
@@ -241,7 +296,7 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float 
         // Issue wgmma: p = A B^T. A step of k32 is 32 bytes; descriptors count in units of 16.
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < BLOCK_K<MX> / 32; k++)
+        for (int k = 0; k < Mx::BLOCK_K / 32; k++)
             wgmma_e4m3_n128(p, high | (a + part * (2 * BOX_BYTES / 16) + k * 2), high | (b + k * 2), k > 0);
         wgmma_commit();
 
@@ -274,7 +329,7 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float 
 template <int PARTS, typename Out, typename Scales>
 __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const WorkItem& item,
                                         const typename Scales::Tensors& tensors, const CUtensorMap* out, int columns,
-                                        int add, Writer& writer) {
+                                        Writer& writer) {
     // d = 0
     const int warp = threadIdx.x / 32 - 4, k_blocks = item.k_blocks, lane = writer.lane;
     float d[PARTS][SQUARE_SIDE / 2];
@@ -286,14 +341,18 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
     // Epilogue of a part: dW_e = or += d; or y = d, zeros in pad rows. The item is read only here, to save registers.
     auto write_part = [&](int part) {
         if (!item.store) return;
-        const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
-        const CUtensorMap* dw = out + item.map;
-        if (Scales::BY_COLUMN)
-            write<Out, SQUARE_SIDE>(writer, d[part], item.n, item.of.N, 16,
-                                    [&](const void* piece, int n) { tma_write(add, dw, piece, n, m, expert); });
-        else
+        const int row = part * SQUARE_SIDE + warp * 16;
+        if constexpr (Scales::BY_COLUMN) {
+            const Matrix& of = tensors.of(item);
+            const CUtensorMap* dw = out + tensors.map_of(item);
+            const int m = item.m - of.a + row, depth = tensors.depth_of(item), add = tensors.add;
+            write<Out, SQUARE_SIDE>(writer, d[part], item.n - of.b, of.N, 16,
+                                    [&](const void* piece, int n) { tma_write(add, dw, piece, n, m, depth); });
+        } else {
+            const int m = item.m + row;
             write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, item.valid - row,
                                     [&](const void* piece, int n) { tma_store(out, piece, n, m); });
+        }
     };
     auto first_part = [&] { write_part(0); };
 
@@ -313,7 +372,7 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
 // A consumer warp: tile after tile.
 template <typename Out, typename Scales>
 __device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensors& tensors, const CUtensorMap* out,
-                                        int columns, int add) {
+                                        int columns) {
     // Descriptors of the operands in the first stage. They are equal in all lanes. The reduction makes that provable,
     // so the compiler keeps them in uniform registers.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
@@ -332,9 +391,9 @@ __device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensor
         const WorkItem& item = s.items[at];
         if (item.k_blocks == 0) break;
         if (item.shape == TALL)
-            compute<2, Out>(s, c, item, tensors, out, columns, add, writer);
+            compute<2, Out>(s, c, item, tensors, out, columns, writer);
         else
-            compute<1, Out>(s, c, item, tensors, out, columns, add, writer);
+            compute<1, Out>(s, c, item, tensors, out, columns, writer);
 
         // Release the work item's slot to the producer.
         __syncwarp();
@@ -351,23 +410,22 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_mx_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w,
                            const __grid_constant__ CUtensorMap out, const Groups g,
                            const SquareScales::Tensors scales) {
-    run_block<MX>(
-        &x, &w, &out, g, [&](Shared& s) { consume<Out, SquareScales>(s, scales, &out, g.N, 0); }, [](Shared&) {});
+    run_block<Mx>(
+        &x, &w, &out, g, [&](Shared& s) { consume<Out, SquareScales>(s, scales, &out, g.N); }, [](Shared&) {});
 }
 
 // TMA maps of the output: one for all experts, or one per matrix.
 struct Outputs {
-    CUtensorMap map[MOST_MATRICES];
+    CUtensorMap map[MX_MATRICES];
 };
 
 template <typename Out>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_mx_wgrad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ CUtensorMap x,
-                                 const __grid_constant__ Outputs dw, const __grid_constant__ Groups g,
-                                 const ChannelScales::Tensors scales) {
-    run_block<MX_WGRAD>(
-        &dy, &x, dw.map, g, [&](Shared& s) { consume<Out, ChannelScales>(s, scales, dw.map, g.N, g.add); },
-        [&](Shared& s) { fill_column_scales(s, scales); });
+                                 const __grid_constant__ Outputs dw, const __grid_constant__ Wgrads g) {
+    run_block<MxWgrad, WgradScheduler>(
+        &dy, &x, dw.map, g, [&](Shared& s) { consume<Out, ChannelScales>(s, g, dw.map, g.N); },
+        [&](Shared& s) { fill_column_scales(s, g); });
 }
 
 // dW = 0 for experts without rows: no work item writes it. blockIdx.y is the expert; its dW has `size` vectors.
@@ -408,11 +466,11 @@ static void wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int6
     if (has_block_scales(ctx)) return grouped_gemm_lt_mx_wgrad(dw, dy, x, length, r, IC, OC, add, ctx);
     const int64_t vectors = OC * IC * (int64_t)sizeof(Out) / (int64_t)sizeof(uint4);
     if (!add) launch_early(zero_without_rows, dim3(16, r.El), 256, 0, ctx, (uint4*)dw, r.group_rows, vectors);
-    Groups g = groups_of(r, OC, IC, 0, ctx);
+    Wgrads g = {groups_of(r, OC, IC, 0, ctx), dy.scale, x.scale,
+                (int)(length / MX_CHUNK),     1,        {{(int)OC, (int)IC, 0, 0}}};
     g.add = add;
     launch(grouped_gemm_mx_wgrad_kernel<Out>, ctx, matrix_map(dy.q, 0, OC, length, BOX, ctx),
-           matrix_map(x.q, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g,
-           ChannelScales::Tensors{dy.scale, x.scale, (int)(length / MX_CHUNK)});
+           matrix_map(x.q, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g);
 }
 
 void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
@@ -427,13 +485,11 @@ void grouped_gemm_mx_wgrad_rounded(floatX* dw, MxBytes dy, MxBytes x, int64_t le
 
 void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged r, int accumulate,
                     Ctx* ctx) {
-    ASSERT(r.El == 1 && count <= MOST_MATRICES && length % MX_CHUNK == 0 && length >= r.capacity);
+    ASSERT(r.El == 1 && count >= 1 && count <= MX_MATRICES && length % MX_CHUNK == 0 && length >= r.capacity);
     if (r.capacity == 0 || has_block_scales(ctx)) return mx_one_by_one(list, count, dy, x, length, r, accumulate, ctx);
 
-    // The matrices take the place of experts.
-    Groups g = groups_of(r, 0, 0, 0, ctx);
+    Wgrads g = {groups_of(r, list[0].OC, list[0].IC, 0, ctx), dy.scale, x.scale, (int)(length / MX_CHUNK), count, {}};
     g.add = accumulate;
-    g.El = g.matrices = count;
     Outputs outputs;
     int64_t of_dy = 0, of_x = 0;
     for (int i = 0; i < count; i++) {
@@ -445,6 +501,5 @@ void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int6
         of_x = max_i64(of_x, m.x + m.IC);
     }
     launch(grouped_gemm_mx_wgrad_kernel<real>, ctx, matrix_map(dy.q, 0, of_dy, length, BOX, ctx),
-           matrix_map(x.q, 0, of_x, length, BOX, ctx), outputs, g,
-           ChannelScales::Tensors{dy.scale, x.scale, (int)(length / MX_CHUNK)});
+           matrix_map(x.q, 0, of_x, length, BOX, ctx), outputs, g);
 }
