@@ -21,71 +21,15 @@
 // Bound by the tensor cores under the card's power limit, and by the instructions that a warp issues next to wgmma. A
 // chunk's wgmma take 512 clocks. A warp issues 205 instructions in them (wgrad 213, at a boundary 367), 128 for d.
 #include "device/kernels.h"
-#include "grouped/grouped_gemm_parts.cuh"
 #include "mx/grouped_gemm_blackwell.cuh"
 #include "mx/grouped_gemm_mx.h"
+#include "mx/grouped_gemm_mx_work.cuh"
 #include "mx/mx_values.h"
 #include "mx/mxfp8.h"
 
 namespace {
 
 enum { RUN = MX_RUN / MX_CHUNK };
-
-// --- The work ---
-
-// The two GEMMs: forward and dgrad, and wgrad, whose column scales come from a second producer warp. A k block is 128
-// bytes wide.
-struct Mx : Pass {
-    static constexpr int BLOCK_K = MX_CHUNK;
-    static constexpr bool SIDE_BY_SIDE = true;
-};
-struct MxWgrad : Mx {
-    static constexpr bool OVER_ROWS = true;
-    static constexpr int PRODUCERS = 2;
-};
-
-// An output of wgrad: its sizes, and the first rows of A and of B that are its own.
-struct Matrix {
-    int M, N, a, b;
-};
-
-// A wgrad: one matrix for each expert, all of one size. Or, with one expert, a list of matrices of any sizes. They
-// contract over the same rows of A and B, and a work tile's `expert` is then the matrix.
-struct Wgrads : Groups {
-    const uint8_t *a, *b;  // scales: per matrix (chunks, M) and (chunks, N), one matrix after another
-    int chunks, matrices;  // matrices: 1 with experts
-    Matrix list[MX_MATRICES];
-
-    // A work tile's matrix, and the index of its TMA map; and its index in that map.
-    __device__ __forceinline__ int map_of(const WorkItem& item) const { return matrices > 1 ? item.expert : 0; }
-    __device__ __forceinline__ const Matrix& of(const WorkItem& item) const { return list[map_of(item)]; }
-    __device__ __forceinline__ int depth_of(const WorkItem& item) const { return matrices > 1 ? 0 : item.expert; }
-};
-
-// The tile scheduler of one matrix after another. A tile's m and n are those of all of A and B.
-struct WgradScheduler : TileScheduler<MxWgrad> {
-    const Wgrads& all;
-    int matrix, before;  // the current matrix; work tiles before it
-
-    __device__ __forceinline__ explicit WgradScheduler(const Wgrads& all)
-        : TileScheduler(all), all(all), matrix(0), before(0) {}
-
-    __device__ __forceinline__ WorkItem find(int number, int rank) {
-        for (;;) {
-            WorkItem item = TileScheduler::find(number - before, rank);
-            if (item.k_blocks == 0 && matrix + 1 < all.matrices) {
-                before = number - item.past;
-                matrix++;
-                restart(all.list[matrix].M, all.list[matrix].N);
-                continue;
-            }
-            item.m += all.list[matrix].a;
-            item.n += all.list[matrix].b;
-            if (all.matrices > 1) item.expert = matrix;
-            return item;
-        }
-    }
-};
 
 // --- Scales: prefetched into registers ---
 //
@@ -466,8 +410,8 @@ static void wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int6
     if (has_block_scales(ctx)) return grouped_gemm_lt_mx_wgrad(dw, dy, x, length, r, IC, OC, add, ctx);
     const int64_t vectors = OC * IC * (int64_t)sizeof(Out) / (int64_t)sizeof(uint4);
     if (!add) launch_early(zero_without_rows, dim3(16, r.El), 256, 0, ctx, (uint4*)dw, r.group_rows, vectors);
-    Wgrads g = {groups_of(r, OC, IC, 0, ctx), dy.scale, x.scale,
-                (int)(length / MX_CHUNK),     1,        {{(int)OC, (int)IC, 0, 0}}};
+    Wgrads g = {groups_of(r, OC, IC, 0, ctx), dy.scale, x.scale, (int)(length / MX_CHUNK), 1};
+    g.list[0] = {(int)OC, (int)IC, 0, 0};
     g.add = add;
     launch(grouped_gemm_mx_wgrad_kernel<Out>, ctx, matrix_map(dy.q, 0, OC, length, BOX, ctx),
            matrix_map(x.q, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g);
@@ -488,7 +432,7 @@ void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int6
     ASSERT(r.El == 1 && count >= 1 && count <= MX_MATRICES && length % MX_CHUNK == 0 && length >= r.capacity);
     if (r.capacity == 0 || has_block_scales(ctx)) return mx_one_by_one(list, count, dy, x, length, r, accumulate, ctx);
 
-    Wgrads g = {groups_of(r, list[0].OC, list[0].IC, 0, ctx), dy.scale, x.scale, (int)(length / MX_CHUNK), count, {}};
+    Wgrads g = {groups_of(r, list[0].OC, list[0].IC, 0, ctx), dy.scale, x.scale, (int)(length / MX_CHUNK), count};
     g.add = accumulate;
     Outputs outputs;
     int64_t of_dy = 0, of_x = 0;
