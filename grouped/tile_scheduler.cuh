@@ -37,8 +37,8 @@
 
 namespace {
 
-// What differs between the GEMMs, each of which multiplies A (M, K) by B (K, N) for every expert. A kernel derives a
-// type for each of its GEMMs, with BLOCK_K, the elements of the contraction in a k block.
+// The differences between the GEMMs. Each multiplies A (M, K) by B (K, N) for every expert. A kernel derives a type for
+// each of its GEMMs, with BLOCK_K, the elements of the contraction in a k block.
 struct Pass {
     // For the scheduler.
     static constexpr bool SIDE_BY_SIDE = false;  // how a work tile's two tiles lie (above)
