@@ -10,7 +10,7 @@ COMMA = ,
 # kernels of an op, for other GPUs. All other .c are host code, one source for both builds. Reference code does not
 # compile in the CUDA build (device/cpu.h), so an op without its .cu is an error there. One without
 # its .c is an error of the link in the CPU build.
-FOLDERS = device data layers grouped mx moe model parallel pretrained
+FOLDERS = device data layers grouped linear mx moe model parallel pretrained
 C_FILES := $(patsubst %.c,%,$(wildcard $(FOLDERS:%=%/*.c)))
 KERNELS := $(patsubst %.cu,%,$(wildcard $(FOLDERS:%=%/*.cu)))
 OPS     := $(filter $(KERNELS),$(C_FILES))

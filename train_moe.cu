@@ -149,7 +149,7 @@ static void report(Run* r, int val, int asks) {
     host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->pending * s->tokens_per_step, host_time());
     if (asks) evaluate_questions(&line, m, r->questions, r->question_files, r->tokenizer);
     if (r->mx_stats && due(r->pending, s->mx_stats))
-        report_quantization(&line, m, (const MxStats*)fetch_end(r->mx_stats));
+        report_quantization(&line, m, (const QuantizationStats*)fetch_end(r->mx_stats));
     host_append(&line, "}");
 
     // All of it into the log; on the terminal not more often than one can read, and once a line about the rest.
@@ -397,7 +397,7 @@ static void open_outputs(Run* r) {
     for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
     r->state = fetch_create(sizeof(StepState));
     r->load = fetch_create((size_t)(config_blocks(&s->model) * s->model.E) * sizeof(int64_t));
-    if (r->log && s->mx_stats) r->mx_stats = fetch_create(config_blocks(&s->model) * BLOCK_STATS * sizeof(MxStats));
+    if (r->log && s->mx_stats) r->mx_stats = fetch_create(config_blocks(&s->model) * BLOCK_STATS * sizeof(QuantizationStats));
 }
 
 // All of it back.

@@ -158,7 +158,7 @@ static void bench_rows(int64_t rows, int64_t columns) {
             mx_quantize_transposed({b.turned + i * n, b.scale + i * b.scales}, b.x + i * n, 1, rows, columns, how, ctx);
         });
     }
-    MxStats* stats = (MxStats*)device_alloc(sizeof(MxStats), "the benchmark");
+    QuantizationStats* stats = (QuantizationStats*)device_alloc(sizeof(QuantizationStats), "the benchmark");
     row("mx_stats", shape, 2.0 * (double)n, b.sets, [&](int i) {
         mx_stats(stats, b.x + i * n, NULL, 1, rows, columns, {MX_RCEIL, 128}, ctx);
     });

@@ -36,7 +36,7 @@
 #include "bench/data.cuh"
 #include "device/pool.h"
 #include "moe/dispatch.h"
-#include "mx/linear.h"
+#include "linear/linear.h"
 
 enum { EL = 8, ROUNDS = 3, WARM = 3, CALLS = 10 };
 enum Precision { BF16, MXFP8, MXFP8_WGRAD, PRECISIONS };

@@ -10,38 +10,41 @@ static void mla_backward(Model* m, const Weight* w, const BlockSaved* s) {
     const ModelConfig* c = &m->config;
     const int64_t N = m->shapes.N;
     Workspace* t = &m->t;
+    enum { OUTPUT, KVB, KVA, QB, QA };
+    LinearGradient products[] = {
+        {&w[WO], t->dx, s->att, 0},
+        {&w[WKVB], t->dkv, s->ckv, 0},
+        {&w[WKVA], t->dkva, s->norm1, 0},
+        {&w[c->q_lora ? WQB : WQ], t->dq, c->q_lora ? s->cq_norm : s->norm1, 0},
+        {&w[WQA], t->dcq, s->norm1, 0},  // with q_lora
+    };
 
     // Output, attention, positions.
-    linear_dgrad(t->datt, t->dx, &w[WO], N, 0, m->ctx);
+    linear_dgrad(t->datt, &products[OUTPUT], N, 0, m->ctx);
     attention_backward(t->dq, t->dkv, t->dkva + c->kv_lora, t->datt, s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora,
                        m->shapes.attention, m->ctx);
     model_rope(m, t->dq, t->dkva, -1);
 
     // Keys and values: the gradient of c_kv joins that of k_rope in dkva.
-    linear_dgrad(t->dckv, t->dkv, &w[WKVB], N, 0, m->ctx);
+    linear_dgrad(t->dckv, &products[KVB], N, 0, m->ctx);
     rmsnorm_backward(t->dkva, w[KV_NORM].grad, t->dckv, s->kva, w[WKVA].OC, w[KV_NORM].w, s->rstd_kv, N, c->kv_lora, 0,
                      m->ctx);
 
     // Queries.
     if (c->q_lora) {
-        linear_dgrad(t->dcq_norm, t->dq, &w[WQB], N, 0, m->ctx);
+        linear_dgrad(t->dcq_norm, &products[QB], N, 0, m->ctx);
         rmsnorm_backward(t->dcq, w[Q_NORM].grad, t->dcq_norm, s->cq, c->q_lora, w[Q_NORM].w, s->rstd_q, N, c->q_lora, 0,
                          m->ctx);
-        linear_dgrad(t->dnorm, t->dcq, &w[WQA], N, 0, m->ctx);
+        linear_dgrad(t->dnorm, &products[QA], N, 0, m->ctx);
     } else {
-        linear_dgrad(t->dnorm, t->dq, &w[WQ], N, 0, m->ctx);
+        linear_dgrad(t->dnorm, &products[QB], N, 0, m->ctx);
     }
 
     // Both meet in norm1.
-    linear_dgrad(t->dnorm, t->dkva, &w[WKVA], N, 1, m->ctx);
+    linear_dgrad(t->dnorm, &products[KVA], N, 1, m->ctx);
 
     // The weights' gradients.
-    const LinearGradient gradients[] = {
-        {&w[WO], t->dx, s->att},       {&w[WKVB], t->dkv, s->ckv},
-        {&w[WKVA], t->dkva, s->norm1}, {&w[c->q_lora ? WQB : WQ], t->dq, c->q_lora ? s->cq_norm : s->norm1},
-        {&w[WQA], t->dcq, s->norm1},  // with q_lora
-    };
-    linear_wgrads(gradients, c->q_lora ? 5 : 4, N, m->ctx);
+    linear_wgrads(products, c->q_lora ? 5 : 4, N, m->ctx);
 }
 
 // t.dnorm = gradient of norm2, from t.dx = gradient of the MLP's output
@@ -56,10 +59,10 @@ static void mlp_backward(Model* m, const Unit* u, float aux) {
         return;
     }
     // A dense block. t.act is computed again from h, so forward does not keep it.
-    linear_dgrad(t->dact, t->dx, &u->w[MLP2], N, 0, m->ctx);
-    linear_swiglu_backward(t->dnorm, t->dh, t->act, t->dact, s->h, &u->w[MLP13], N, m->ctx);
-    const LinearGradient gradients[] = {{&u->w[MLP2], t->dx, t->act}, {&u->w[MLP13], t->dh, s->norm2}};
-    linear_wgrads(gradients, 2, N, m->ctx);
+    LinearGradient products[] = {{&u->w[MLP2], t->dx, t->act, 0}, {&u->w[MLP13], t->dh, s->norm2, 0}};
+    linear_dgrad(t->dact, &products[0], N, 0, m->ctx);
+    linear_swiglu_backward(t->dnorm, t->dh, t->act, t->dact, s->h, &products[1], N, m->ctx);
+    linear_wgrads(products, 2, N, m->ctx);
 }
 
 // Both norms add to t.dx, because the residual stream goes around attention and MLP.

@@ -10,16 +10,20 @@
 #include "layers/matmul.h"
 #include "layers/rmsnorm.h"
 #include "model/update_muon.h"
-#include "mx/mx_check.h"
+#include "linear/packed.h"
+#include "mx/formats.h"
 
-// align MX_CHUNK: the four blocks of 128 elements share a scale. align 1: each block of 32 has its own.
-static Format format_of(int64_t precision, const Settings* s, int64_t align) {
-    const Format bytes = {1, {(int32_t)s->mx_scale, (int32_t)align}};
-    return precision == PRECISION_MXFP8 ? bytes : FORMAT_FLOATX;
+// The format of an option's precision. Where the experts' GEMMs read packed MXFP8, dispatch sends it in their format.
+static const Format* format_of(int64_t precision, const Settings* s, int packed) {
+    const FormatId id = packed && s->mx_fast ? FORMAT_MXFP8 : FORMAT_MXFP8_EXACT;
+    return precision == PRECISION_MXFP8 ? format_of_id(id, (MxScale)s->mx_scale) : NULL;
 }
 
-// 128 if the experts' GEMMs read MXFP8: each tensor is then quantized once for all its uses.
-static int64_t expert_align(const Settings* s) { return s->expert_precision && s->mx_fast ? MX_CHUNK : 1; }
+// The format whose packed form the model's GEMMs read; NULL: they read values.
+static const Format* packed_format(const Model* m) {
+    const Format* expert = format_packed(m->shapes.moe.expert);
+    return expert ? expert : format_packed(m->gemms.format);
+}
 
 void model_shapes(Model* m, int k) {
     const ModelConfig* c = &m->config;
@@ -53,10 +57,11 @@ void model_shapes(Model* m, int k) {
     moe->shared_F = c->shared * c->F;
     moe->ep = m->layout.ep;
     moe->recompute = s->recompute != RECOMPUTE_NONE;
-    moe->dispatch = format_of(s->dispatch_precision, s, expert_align(s));
-    moe->expert = format_of(s->expert_precision, s, expert_align(s));
-    moe->combine = format_of(s->combine_precision, s, 1);  // no GEMM reads combined rows: blocks of 32
-    moe->wgrad = format_of(s->wgrad_precision, s, expert_align(s));
+    const int packed = s->expert_precision != PRECISION_BF16;
+    moe->dispatch = format_of(s->dispatch_precision, s, packed);
+    moe->expert = format_of(s->expert_precision, s, packed);
+    moe->combine = format_of(s->combine_precision, s, 0);  // no GEMM reads combined rows: blocks of 32
+    moe->wgrad = format_of(s->wgrad_precision, s, packed);
 }
 
 // The formats of a unit's matmuls, and memory for its quantized weights.
@@ -70,14 +75,17 @@ static void plan_weights(Model* m, Unit* u) {
         Weight* w = &u->w[list[i].id];
         w->workspace = &m->gemms;
         if (list[i].quantized_by == LINEAR) {
-            w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
-            if (s->linear_precision) w->wgrad = format_of(s->wgrad_precision, s, s->mx_fast ? MX_CHUNK : 1);
-            if (w->wgrad.quantized) {
+            w->format = format_of(s->linear_precision, s, 1);
+            if (s->linear_precision) w->wgrad = format_of(s->wgrad_precision, s, 1);
+            if (w->wgrad) {
                 of_dy[mlp] += w->OC;
                 of_x[mlp] += w->IC;
             }
         }
-        if (list[i].quantized_by == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
+        if (list[i].quantized_by == EXPERT) {
+            w->format = m->shapes.moe.expert;
+            w->wgrad = m->shapes.moe.wgrad;
+        }
         weight_plan(&m->arena[IN_PARAMS], w, list[i].quantized_by == LINEAR);
     }
     m->gemms.of_dy = max_i64(m->gemms.of_dy, max_i64(of_dy[0], of_dy[1]));
@@ -238,7 +246,7 @@ static void plan_state(Model* m) {
     const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
     if (bins) ARENA(state, "router margins", ELEMENT_I64, bins, 0, &m->step.margins);
     const int64_t tensors = s->mx_stats ? count * BLOCK_STATS : 0;
-    ARENA(state, "quantization statistics", ELEMENT_BYTE, tensors * (int64_t)sizeof(MxStats), 0, &m->step.mx_stats);
+    ARENA(state, "quantization statistics", ELEMENT_BYTE, tensors * (int64_t)sizeof(QuantizationStats), 0, &m->step.mx_stats);
     // Structs that kernels read and write. Validation has a state of its own.
     ARENA(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, &m->step.state);
     ARENA(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, &m->val_state);
@@ -348,7 +356,8 @@ Model* model_create(const Settings* s, Ranks* world) {
     // Memory, all but the pool. With activation checkpointing blocks share one set of activations.
     model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
     m->ctx = ctx_create(model_workspace(m));
-    if (s->mx_fast && (s->expert_precision || s->linear_precision)) mx_check(m->ctx);
+    const Format* packed = packed_format(m);
+    if (packed) packed->gemms->check(m->ctx);
     for (int i = 0; i < ARENAS; i++)
         if (i != IN_POOL) arena_allocate(&m->arena[i]);
     for (int64_t l = 0; l < config_blocks(&m->config) && s->recompute == RECOMPUTE_BLOCK; l++) {
@@ -421,5 +430,5 @@ const char* model_unreplayed(const Model* m) {
     const Settings* s = &m->settings;
     if (s->graph == GRAPH_OFF) return "--graph off";
     if (m->layout.ranks > 1) return "with several ranks every transfer is watched";
-    return graph_refusal(s->mx_fast && (s->expert_precision || s->linear_precision), m->ctx);
+    return graph_refusal(packed_format(m) != NULL, m->ctx);
 }

@@ -96,7 +96,7 @@ typedef struct Step {
     StepState* state;
     int64_t* load;      // (L + mtp, E): tokens each expert got
     int64_t* margins;   // (L + mtp, E, MARGIN_BINS): histograms; only with --balance quantile
-    MxStats* mx_stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
+    QuantizationStats* mx_stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
     int measures;       // 1: this step fills mx_stats; set before model_step_begin, cleared by model_update
     int first;          // 1: its first micro-step
     int late;           // 1: the MTP loss weight is already --mtp-weight-end

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "model/settings.h"
-#include "mx/linear.h"
+#include "linear/linear.h"
 #include "parallel/sharding.h"
 
 // In the order of the buffers.

@@ -314,7 +314,7 @@ void report_device(const Model* m) {
     printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
 }
 
-void report_quantization(char** line, const Model* m, const MxStats* sums) {
+void report_quantization(char** line, const Model* m, const QuantizationStats* sums) {
     const char* before = "\"mx_stats\": [";
     for (int64_t l = 0; l < config_blocks(&m->config); l++) {
         const Unit* u = &m->units[params_block_unit(&m->config, l)];
@@ -322,10 +322,10 @@ void report_quantization(char** line, const Model* m, const MxStats* sums) {
         const int count = WEIGHT_STATS * params_list(list, &m->config, u->kind);
         for (int i = 0; i < count; i++) {
             const int id = (int)list[i / WEIGHT_STATS].id, operand = i % WEIGHT_STATS;
-            const MxStats* s = &sums[l * BLOCK_STATS + id * WEIGHT_STATS + operand];
+            const QuantizationStats* s = &sums[l * BLOCK_STATS + id * WEIGHT_STATS + operand];
             // x and dy may be quantized for the dispatch alone.
             const int sent = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
-            if (!u->w[id].format.quantized && !(sent && m->settings.dispatch_precision)) continue;
+            if (!u->w[id].format && !(sent && m->settings.dispatch_precision)) continue;
             host_append(line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", before, l,
                         list[i / WEIGHT_STATS].stats[operand]);
             runlog_number(line, "saturated", s->saturated / s->elements);

@@ -41,4 +41,4 @@ double report_load(char** line, const ModelConfig* config, const int64_t* load);
 // Statistics (L + mtp, BLOCK_STATS) of each tensor that was quantized in a step: its layer, counted from 0 as in the
 // names of the checkpoint's tensors; shares of its nonzero elements that were too large for the scale, rounded to 0, or
 // different from blocks of 32; and the signal-to-noise ratio.
-void report_quantization(char** line, const Model* model, const MxStats* sums);
+void report_quantization(char** line, const Model* model, const QuantizationStats* sums);

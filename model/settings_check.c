@@ -81,7 +81,7 @@ static void check_sizes(const Settings* s) {
         {"rows of the experts", "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", rows, INT32_MAX},
         {"rows quantized for --wgrad-precision mxfp8",
          "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", s->wgrad_precision ? rows : 0,
-         65535.0 * MX_CHUNK},  // limit of a grid in y
+         65535.0 * 128},  // limit of a grid in y
         {"tiles of attention", "--batch x --heads x --seq-len / 128", tokens / 128 * H + (double)s->batch * H, 1 << 30},
         {"hidden columns", "--shared-experts x --expert-ffn", (double)(m->shared * m->F), 1 << 21},
         {"parameters", "--layers, --dim, --heads, --experts, --expert-ffn, --dense-ffn and --vocab",
@@ -120,7 +120,7 @@ static void check_precision(const Settings* s) {
                             {"--heads x --v-dim =", linear * m->H * m->v},
                             {"--dense-ffn", dense * m->dense_ffn},
                             {"--shared-experts x --expert-ffn =", shared * m->shared * m->F}};
-    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), MX_BLOCK, "MXFP8");
+    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), FORMAT_BLOCK, "MXFP8");
 }
 
 // --mx-stats measures quantized tensors, so there must be some.

@@ -20,7 +20,7 @@ void model_step_begin(Model* m, int64_t step) {
     // Counters of the step.
     device_zero(m->step.load, (size_t)experts * sizeof(int64_t), m->ctx);
     if (m->step.margins) device_zero(m->step.margins, (size_t)(experts * MARGIN_BINS) * sizeof(int64_t), m->ctx);
-    if (m->step.measures) device_zero(m->step.mx_stats, (size_t)(blocks * BLOCK_STATS) * sizeof(MxStats), m->ctx);
+    if (m->step.measures) device_zero(m->step.mx_stats, (size_t)(blocks * BLOCK_STATS) * sizeof(QuantizationStats), m->ctx);
     step_begin(m->step.state, m->ctx);
 }
 

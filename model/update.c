@@ -15,7 +15,7 @@ static void sum_over_ranks(Model* m) {
     if (m->step.margins) comm_sum_i64(m->world, m->step.margins, experts * MARGIN_BINS, m->ctx);
     if (m->step.measures)  // doubles, all of it
         comm_sum_double(m->world, (double*)m->step.mx_stats,
-                        blocks * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
+                        blocks * BLOCK_STATS * (int64_t)(sizeof(QuantizationStats) / sizeof(double)), m->ctx);
 }
 
 // AdamW's part of each buffer, after Muon's.

@@ -66,34 +66,33 @@ void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
 
 void dispatch_plan_x(Arena* a, Rows* x, const Route* r) {
     // With one rank and no quantization the received x is x itself, without memory of its own.
-    const int memory = received_format(r->shape).quantized ? ROWS_QUANTIZED : r->shape.ep > 1 ? ROWS_FLOATX : 0;
-    rows_plan(a, "received x", x, memory, r->received, r->shape.C);
+    const Format *format = received_format(r->shape), *packed = format_packed(format);
+    rows_plan(a, "received x", x, !packed && (format || r->shape.ep > 1), packed, r->received, r->shape.C);
 }
 
-// Rows before the all-to-all: quantized in token order (N, C), then sorted by rank (send.capacity, C).
-static void plan_sent(Arena* a, AllToAll* t, const Route* r, int memory) {
+// Rows before the all-to-all: packed in token order (N, C), then sorted by rank (send.capacity, C).
+static void plan_sent(Arena* a, AllToAll* t, const Route* r, int values, const Format* packed) {
     const DispatchShape s = r->shape;
-    rows_plan(a, "x or dy, quantized", &t->own, s.dispatch.quantized ? ROWS_QUANTIZED : 0, s.N, s.C);
-    rows_plan(a, "sent rows", &t->sent, memory, r->send.capacity, s.C);
+    rows_plan(a, "x or dy, quantized", &t->own, 0, s.dispatch, s.N, s.C);
+    rows_plan(a, "sent rows", &t->sent, values, packed, r->send.capacity, s.C);
 }
 
 void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
     const DispatchShape s = r->shape;
-    // Bytes for the rows that combine quantizes, that dispatch quantizes, and that are received in MXFP8.
-    const int quantized_back = s.combine.quantized ? ROWS_QUANTIZED : 0,
-              quantized_out = s.dispatch.quantized ? ROWS_QUANTIZED : 0;
-    const int quantized_here =
-        !choices && received_format(s).quantized ? ROWS_QUANTIZED : 0;  // in forward: in dispatch_plan_x's memory
+    // The received rows: values that combine sums, in backward values of dy. Packed: rows that combine sends, dy, and in
+    // forward an x that becomes values. x is else in dispatch_plan_x's memory.
+    const Format *format = received_format(s), *packed = format_packed(format);
+    const Format* arrives = !choices && packed ? packed : packed == s.dispatch ? NULL : s.dispatch;
     memset(t, 0, sizeof(*t));
-    rows_plan(a, "received rows", &t->received,
-              (s.ep > 1 || quantized_back ? ROWS_FLOATX : 0) | quantized_back | quantized_here, r->received, s.C);
+    rows_plan(a, "received rows", &t->received, s.ep > 1 || s.combine || (!choices && format && !packed),
+              s.combine ? s.combine : s.ep > 1 || packed ? arrives : NULL, r->received, s.C);
     if (s.ep == 1) {
         t->received_expert = r->expert;
         t->received_gate = r->gate;
         return;
     }
-    // combine_back dequantizes into `sent`, so `sent` needs floatX as well as the bytes.
-    plan_sent(a, t, r, ROWS_FLOATX | quantized_out | quantized_back);
+    // combine_back unpacks into `sent`, so `sent` needs values as well as the bytes.
+    plan_sent(a, t, r, 1, s.combine ? s.combine : s.dispatch);
     ARENA(a, "sent gates", ELEMENT_REAL, r->send.capacity * s.K, 1, &t->sent_gate);
     ARENA(a, "received gates", ELEMENT_REAL, r->received * s.K, 1, &t->received_gate);
     // Backward reuses forward's expert ids.
@@ -106,10 +105,10 @@ void dispatch_plan_again(Arena* a, AllToAll* t, const Route* r) {
     const DispatchShape s = r->shape;
     memset(t, 0, sizeof(*t));
     if (s.ep == 1) return;
-    plan_sent(a, t, r, s.dispatch.quantized ? ROWS_QUANTIZED : ROWS_FLOATX);
-    // dispatch_plan_x's memory is MXFP8 alone: values that arrive and are quantized here need their own.
-    const int quantized_here = s.expert.quantized && !s.dispatch.quantized;
-    rows_plan(a, "received rows", &t->received, quantized_here ? ROWS_FLOATX : 0, r->received, s.C);
+    plan_sent(a, t, r, !s.dispatch, s.dispatch);
+    // dispatch_plan_x's memory has one form. Rows that arrive in the other one need their own.
+    const Format* packed = format_packed(received_format(s));
+    rows_plan(a, "received rows", &t->received, packed && !s.dispatch, packed ? NULL : s.dispatch, r->received, s.C);
 }
 
 // Mean number of ranks that own one of a token's K distinct experts: ep (1 - C(E - El, K) / C(E, K)).
@@ -159,12 +158,12 @@ static void pack(Dispatch* d, void* recv, const void* send, size_t row_bytes) {
     d->buffers[d->buffer_count++] = buffer;
 }
 
-// The buffers of rows: floatX values, or MXFP8 bytes and scales.
+// The buffers of rows: values, or elements and scales.
 static void pack_rows(Dispatch* d, Rows recv, Rows send) {
     const int64_t C = send.columns;
-    if (send.format.quantized) {
-        pack(d, recv.mx.q, send.mx.q, (size_t)C);
-        pack(d, recv.mx.scale, send.mx.scale, (size_t)mx_stride(C));
+    if (send.packed) {
+        pack(d, recv.bytes.q, send.bytes.q, (size_t)C);
+        pack(d, recv.bytes.scale, send.bytes.scale, (size_t)send.format->scale_bytes(C));
     } else {
         pack(d, recv.value, send.value, (size_t)C * sizeof(floatX));
     }
@@ -219,25 +218,25 @@ void dispatch_pack_sorted(Dispatch* d, const Route* r, AllToAll* t, Rows sorted,
     // The result is in kept's memory where it has any, so that backward finds it.
     t->result = t->received;
     if (kept && kept->value) t->result.value = kept->value;
-    if (kept && kept->mx.q) t->result.mx = kept->mx;
+    if (kept && kept->bytes.q) t->result.bytes = kept->bytes;
     t->result.count = r->received;
     t->result.columns = sorted.columns;
     // Rows arrive in the sender's format. With one rank they are the tokens themselves.
     t->arrived = t->result;
     t->arrived.format = sorted.format;
+    t->arrived.packed = sorted.packed;
     if (d->comm)
         pack_rows(d, t->arrived, sorted);
     else
         t->arrived = sorted;
+    t->arrived.by_token = 1;
 }
 
-void dispatch_pack(Dispatch* d, const Route* r, AllToAll* t, const floatX* x, const Rows* kept, MxStats* stats,
-                   Ctx* ctx) {
+void dispatch_pack(Dispatch* d, const Route* r, AllToAll* t, const floatX* x, const Rows* kept, Ctx* ctx) {
     const DispatchShape s = r->shape;
     Rows tokens = rows_of_values(x, s.N, s.C);
-    if (stats && received_format(s).quantized) mx_stats(stats, x, NULL, 1, s.N, s.C, received_format(s).recipe, ctx);
-    // Quantize before the sort: a token that goes to several ranks is quantized once.
-    if (d->comm) tokens = rows_permute(t->sent, rows_as(t->own, tokens, s.dispatch, ctx), s.dispatch, r->send, ctx);
+    // Pack before the sort: a token that goes to several ranks is quantized once.
+    if (d->comm) tokens = rows_permute(t->sent, rows_pack(t->own, tokens, s.dispatch, ctx), r->send, ctx);
     dispatch_pack_sorted(d, r, t, tokens, kept);
 }
 
@@ -264,7 +263,7 @@ Rows dispatch_receive(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) 
 static Rows sums_here(const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
     const DispatchShape s = r->shape;
     unpermute_rows(t->received.value, sums.rows, sums.gate, sums.ragged, r->received, s.K, s.C, 0, ctx);
-    return rows_as(t->received, rows_of_values(t->received.value, r->received, s.C), s.combine, ctx);
+    return rows_pack(t->received, rows_of_values(t->received.value, r->received, s.C), s.combine, ctx);
 }
 
 void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
@@ -283,8 +282,9 @@ Rows combine_back(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
     // Row i of `sent` now has the partial sum of the rank that received row i.
     Rows back = t->sent;
     back.format = r->shape.combine;
+    back.packed = back.format != NULL;
     event_wait(d->there, ctx);
-    return rows_as(t->sent, back, FORMAT_FLOATX, ctx);
+    return rows_as(t->sent, back, NULL, ctx);
 }
 
 void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, floatX* y, int accumulate, real* dgate,
@@ -298,8 +298,8 @@ void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, 
         return;
     }
     // One rank: the sum is still quantized as combine would send it.
-    if (s.combine.quantized)
-        mx_dequantize(y, sums_here(r, t, sums, ctx).mx, s.N, s.C, accumulate, ctx);
+    if (s.combine)
+        s.combine->unpack(y, sums_here(r, t, sums, ctx).bytes, s.N, s.C, accumulate, ctx);
     else
         unpermute_rows(y, sums.rows, sums.gate, sums.ragged, s.N, s.K, s.C, accumulate, ctx);
     if (dgate) unpermute_gates(dgate, sums.drow_gate, sums.ragged, s.N, s.K, ctx);

@@ -27,7 +27,7 @@
 
 #include "device/pool.h"
 #include "moe/dispatch_ops.h"
-#include "mx/rows.h"
+#include "linear/rows.h"
 #include "parallel/comm.h"
 
 enum { DISPATCH_MAX_RANKS = 64 };
@@ -38,9 +38,9 @@ typedef struct DispatchShape {
     int64_t N, C;     // tokens of this rank
     int32_t E, K;     // experts of all ranks, choices a token
     int32_t ep;       // ranks of expert parallelism; E % ep == 0
-    Format dispatch;  // of x and dy in dispatch: quantized to it before they are sent; values: sent as floatX
-    Format expert;    // if dispatch is values, received x and dy are quantized to this one
-    Format combine;   // of outputs and dx in combine: quantized to it before they are sent back
+    const Format* dispatch;  // of x and dy in dispatch: packed in it before they are sent
+    const Format* expert;    // if dispatch is floatX, received x and dy are quantized to this one
+    const Format* combine;   // of outputs and dx in combine: packed in it before they are sent back
     // 0: the host waits for the counts, and buffers have the size they need. Else the capacity factor: the counts stay
     // on the device, and dispatch_expect gives the capacity of the buffers. Unused received rows have no choices
     // (received_expert -1). On overflow nothing is sent, and StepState records it. All ranks must then have the same N.
@@ -102,9 +102,8 @@ void dispatch_expect(Route* route, double capacity, Backend backend);
 void dispatch_counts(Dispatch* d, Route* route, Ctx* ctx);
 
 // Pack x and the choices for the next all-to-all, then start it. The received x is in the memory of `kept`, or in that
-// of `t` where `kept` has none or is NULL. If stats is not NULL, the statistics of x's quantization are added to it.
-void dispatch_pack(Dispatch* d, const Route* route, AllToAll* t, const floatX* x, const Rows* kept, MxStats* stats,
-                   Ctx* ctx);
+// of `t` where `kept` has none or is NULL.
+void dispatch_pack(Dispatch* d, const Route* route, AllToAll* t, const floatX* x, const Rows* kept, Ctx* ctx);
 // The same for tokens that are already quantized and in the order of route->send.
 void dispatch_pack_sorted(Dispatch* d, const Route* route, AllToAll* t, Rows sorted, const Rows* kept);
 void dispatch_pack_choices(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
@@ -123,4 +122,4 @@ Rows combine_back(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
 
 static inline int32_t local_experts(DispatchShape s) { return s.E / s.ep; }
 // The format of received tokens.
-static inline Format received_format(DispatchShape s) { return s.dispatch.quantized ? s.dispatch : s.expert; }
+static inline const Format* received_format(DispatchShape s) { return s.dispatch ? s.dispatch : s.expert; }

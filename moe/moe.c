@@ -20,10 +20,12 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
     router_forward(saved->scores, route->expert, route->gate, x, w.router, w.bias, s.router, ctx);
     if (counts.load) balance_count(counts, saved->scores, route->expert, w.bias, s.router, ctx);
 
+    weight_measure(w.w13, STATS_X, received_format(route->shape), x, N, s.router.C, ctx);
+
     // 2. All-to-all: tokens to the ranks of their experts. The shared MLP's first GEMM and its activation overlap.
     dispatch_counts(d, route, ctx);
     const PoolMark mark = moe_take_forward(pool, &t, saved, s);
-    dispatch_pack(d, route, &t.exchange, x, &saved->x, weight_stats(w.w13, STATS_X), ctx);
+    dispatch_pack(d, route, &t.exchange, x, &saved->x, ctx);
     dispatch_pack_choices(d, route, &t.exchange, ctx);
     dispatch_start(d, route, ctx);
     if (shared) linear_forward(saved->shared_h, x, w.shared13, N, ctx);
@@ -33,11 +35,11 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
     // 3. The received tokens into rows, sorted by expert.
     const Ragged ragged = saved->ragged;
     permute_plan(ragged, t.exchange.received_expert, t.exchange.received_gate, route->received, s.router.K, ctx);
-    const Rows rows = rows_permute(t.rows, saved->x, format_read(s.expert), ragged, ctx);
+    const Rows rows = rows_permute(t.rows, saved->x, ragged, ctx);
 
     // 4. Each expert's MLP: W2 swiglu(W13 x).
     grouped_forward(saved->h, rows, w.w13, ragged, ctx);
-    const Rows act = rows_swiglu(t.act, saved->h, ragged, s.expert, weight_stats(w.w2, STATS_X), t.rows.value, ctx);
+    const Rows act = grouped_swiglu(t.act, saved->h, w.w2, ragged, ctx);
     grouped_forward(t.rows.value, act, w.w2, ragged, ctx);
 
     // 5. Combine: all-to-all of the gate-weighted sums, overlapped with the shared MLP's second GEMM.
@@ -52,25 +54,31 @@ static void shared_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWe
                             MoeBackwardBuffers t, MoeShape s, Ctx* ctx) {
     const int64_t N = s.router.N;
     if (s.recompute) linear_forward(saved->shared_h, x, w.shared13, N, ctx);
-    linear_dgrad(t.dact, dy, w.shared2, N, 0, ctx);
-    linear_swiglu_backward(dx, t.dh, t.act, t.dact, saved->shared_h, w.shared13, N, ctx);
-    const LinearGradient gradients[] = {{w.shared2, dy, t.act}, {w.shared13, t.dh, x}};
-    linear_wgrads(gradients, 2, N, ctx);
+    LinearGradient products[] = {{w.shared2, dy, t.act, 0}, {w.shared13, t.dh, x, 0}};
+    linear_dgrad(t.dact, &products[0], N, 0, ctx);
+    linear_swiglu_backward(dx, t.dh, t.act, t.dact, saved->shared_h, &products[1], N, ctx);
+    linear_wgrads(products, 2, N, ctx);
+}
+
+// dW = dy^T x. One operand has width C and its memory, the other F or 2F. W13's x comes by token.
+static void expert_wgrad(const Weight* w, Rows dy, Rows x, const MoeBackwardBuffers* t, Ragged ragged, Ctx* ctx) {
+    const Rows of_C = format_packed(w->wgrad) ? t->channels : t->rows, of_F = t->dh_quantized;
+    grouped_wgrad(w, dy, x.by_token ? of_F : of_C, x, x.by_token ? of_C : of_F, ragged, ctx);
 }
 
 void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, float aux, MoeShape s,
                   Dispatch* d, Pool* pool, Ctx* ctx) {
     Route* route = &saved->route;
     const Ragged ragged = saved->ragged;
-    const Format read = format_read(s.expert);
     const PoolMark mark = pool_mark(pool);
     MoeBackwardBuffers t;
     moe_take_backward(pool, &t, saved, s);
 
     // 5. All-to-all: dy to the ranks of its tokens' experts, without the gates, which come after W2
     // (grouped/experts.h). With activation checkpointing x is sent along. The shared MLP's backward overlaps.
-    dispatch_pack(d, route, &t.exchange, dy, NULL, weight_stats(w.w2, STATS_DY), ctx);
-    if (s.recompute) dispatch_pack(d, route, &t.again, x, &saved->x, NULL, ctx);
+    weight_measure(w.w2, STATS_DY, received_format(route->shape), dy, s.router.N, s.router.C, ctx);
+    dispatch_pack(d, route, &t.exchange, dy, NULL, ctx);
+    if (s.recompute) dispatch_pack(d, route, &t.again, x, &saved->x, ctx);
     dispatch_start(d, route, ctx);
     if (s.shared_F) shared_backward(dx, dy, x, w, saved, t, s, ctx);
     const Rows dy_here = dispatch_receive(d, route, &t.exchange, ctx);
@@ -78,27 +86,22 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     // 4. and 3. Activation checkpointing: recompute h = W13 x.
     if (s.recompute) {
         saved->x = dispatch_receive(d, route, &t.again, ctx);
-        grouped_forward(saved->h, rows_permute(t.rows, saved->x, read, ragged, ctx), w.w13, ragged, ctx);
+        grouped_forward(saved->h, rows_permute(t.rows, saved->x, ragged, ctx), w.w13, ragged, ctx);
     }
 
     // 4. da' = dy W2; da = gate da', dgate = <da', a> and dh; dx = dh W13.
-    const Rows dy_rows = rows_permute(t.rows, dy_here, read, ragged, ctx);
+    const Rows dy_rows = rows_permute(t.rows, dy_here, ragged, ctx);
     grouped_dgrad(t.dact, dy_rows, w.w2, ragged, ctx);
     const ExpertsBackward tensors = {t.dh, t.act, t.drow_gate, t.dact, saved->h};
     Rows dh_wgrad;
-    const Rows dh = rows_swiglu_backward(t.dh_quantized, &dh_wgrad, tensors, ragged, s.expert, s.wgrad,
-                                         weight_stats(w.w13, STATS_DY), ctx);
+    const Rows dh = grouped_swiglu_backward(t.dh_quantized, &dh_wgrad, tensors, w.w13, ragged, ctx);
     grouped_dgrad(t.dact, dh, w.w13, ragged, ctx);
 
     // 2. Combine: all-to-all of dx and dgate, overlapped with dW2 = dy^T (gate a) and dW13 = dh^T x.
     const Sums sums = {t.dact, ragged, NULL, t.drow_gate};
     combine_send(d, route, &t.exchange, sums, ctx);
-    const Rows out = format_read(s.wgrad).quantized ? t.channels : t.rows;
-    const Rows act = rows_of_values(t.act, ragged.capacity, s.F);
-    grouped_wgrad(rows_for_wgrad(out, dy_rows, WGRAD_DY, 0, s.wgrad, ragged, ctx),
-                  rows_for_wgrad(t.dh_quantized, act, WGRAD_X, 0, s.wgrad, ragged, ctx), w.w2, ragged, ctx);
-    grouped_wgrad(rows_for_wgrad(t.dh_quantized, dh_wgrad, WGRAD_DY, 0, s.wgrad, ragged, ctx),
-                  rows_for_wgrad(out, saved->x, WGRAD_X, 1, s.wgrad, ragged, ctx), w.w13, ragged, ctx);
+    expert_wgrad(w.w2, dy_rows, rows_of_values(t.act, ragged.capacity, s.F), &t, ragged, ctx);
+    expert_wgrad(w.w13, dh_wgrad, saved->x, &t, ragged, ctx);
     combine_receive(d, route, &t.exchange, sums, dx, s.shared_F != 0, t.dgate, ctx);
 
     // 1. The router's part in dx.

@@ -4,32 +4,19 @@
 //   1. router     each token's experts and gates                                            moe/router.h
 //   2. dispatch   all-to-all: tokens to the ranks of their experts, beneath the shared MLP  moe/dispatch.h
 //   3. permute    received tokens into rows, sorted by expert                               grouped/permute.h
-//   4. experts    each expert's MLP over its rows, all experts in one grouped GEMM          mx/linear.h
+//   4. experts    each expert's MLP over its rows, all experts in one grouped GEMM          linear/linear.h
 //   5. combine    all-to-all: gate-weighted sums back to their tokens                       moe/dispatch.h
 //
 // Backward goes from 5 to 1. The experts' weight gradients overlap with the all-to-all of dx. Backward never needs the
 // experts' outputs (grouped/experts.h). Source: DeepSeek-V2 (arXiv 2405.04434) section 2.2, DeepSeek-V3 (arXiv
 // 2412.19437) section 2.1.2.
 //
-// Precision is a property of the tensors (mx/rows.h). The shape has four formats:
-//
-//   dispatch   x and dy in the all-to-all of dispatch
-//   expert     operands of the experts' GEMMs in forward and dgrad, weights included
-//   combine    outputs and dx in the all-to-all of combine
-//   wgrad      operands of the experts' weight gradients
-//
-// A tensor is quantized once, by the earliest stage that needs it, for any ep. The weight gradients read the
-// dequantized x, dy and activation where these were quantized.
-//
-// Results depend on the rank layout in two cases. (a) Combine quantizes one partial sum per rank. (b) Wgrad quantizes
-// along tokens, so its blocks depend on the tokens that a rank's experts get in a micro-step. Case (b) matters only
-// with MX_FLOOR, which saturates large values of a block. With MX_RCEIL a scale matters only to elements some 2^14
-// below the largest of its block.
+// Precision is a property of the tensors (linear/format.h); docs/mxfp8.md has its rules.
 #pragma once
 
 #include "moe/balance.h"
 #include "moe/dispatch.h"
-#include "mx/linear.h"
+#include "linear/linear.h"
 
 typedef struct MoeShape {
     RouterShape router;  // N: the tokens of this rank
@@ -37,13 +24,14 @@ typedef struct MoeShape {
     int64_t shared_F;    // hidden width of the shared MLP, 0: there is none
     int32_t ep;          // ranks of expert parallelism; E % ep == 0
     int32_t recompute;   // 1: activation checkpointing: backward dispatches x again and recomputes h and shared_h
-    Format dispatch, expert, combine;  // as in DispatchShape; the experts' weights have the format `expert` too
-    Format wgrad;                      // of the operands of the experts' weight gradients; fast only if expert is fast
-    double capacity;                   // as in DispatchShape
+    const Format *dispatch, *expert, *combine;  // as in DispatchShape; `expert` is that of the experts' weights
+    const Format* wgrad;                        // of the operands of the experts' weight gradients
+    double capacity;                            // as in DispatchShape
 } MoeShape;
 
 // Weights with their gradients, which are = or += as in Weight. Shapes: w13 is E / ep of (2F, C), w2 is E / ep of (C,
-// F). Their MxStats cover x, dy, the activation and its gradient too.
+// F). Their
+// statistics cover x, dy, the activation and its gradient too.
 typedef struct MoeWeights {
     const floatX* router;              // (E, C)
     real* drouter;                     // (E, C), +=

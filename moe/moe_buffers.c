@@ -33,40 +33,33 @@ static void plan_routed(Arena* a, MoeSaved* saved, MoeShape s) {
     if (!s.recompute) plan_hidden(a, saved, s);
 }
 
-// The memory for rows as the GEMMs of a format read them, MXFP8 bytes or values; and for rows that are quantized first.
-static int memory_read(Format f) { return format_read(f).quantized ? ROWS_QUANTIZED : ROWS_FLOATX; }
-static int memory_quantized(Format f) { return f.quantized ? ROWS_QUANTIZED | memory_read(f) : 0; }
-
 static void plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s) {
     const int64_t rows = saved->ragged.capacity, C = s.router.C;
     memset(t, 0, sizeof(*t));
     // Activation checkpointing: the hidden tensors are freed with the buffers.
     if (s.recompute) plan_hidden(a, saved, s);
-    rows_plan(a, "routed rows", &t->rows, ROWS_FLOATX | memory_read(s.expert), rows, max_i64(C, s.F));
-    rows_plan(a, "routed activation", &t->act, s.expert.quantized ? memory_quantized(s.expert) : ROWS_FLOATX, rows,
-              s.F);
+    const Format* packed = format_packed(s.expert);
+    rows_plan(a, "routed rows", &t->rows, 1, packed, rows, max_i64(C, s.F));
+    rows_plan(a, "routed activation", &t->act, !packed, packed, rows, s.F);
     if (s.shared_F) ARENA(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, &t->shared_act);
     dispatch_plan_buffers(a, &t->exchange, &saved->route, 1);
 }
 
 static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* saved, MoeShape s) {
     const int64_t N = s.router.N, C = s.router.C, F = s.F, sF = s.shared_F, rows = saved->ragged.capacity;
-    const int fast_wgrad = format_read(s.wgrad).quantized;
-    // A channel pads each group to whole chunks, so it may be longer than the rows.
-    const int64_t length = fast_wgrad ? mx_channel_length(rows, saved->ragged.El, a->backend) : rows;
-    ASSERT(!fast_wgrad || memory_read(s.expert) == ROWS_QUANTIZED);
+    const Format *packed = format_packed(s.expert), *wgrad = format_packed(s.wgrad);
+    const int64_t wgrad_rows = grouped_wgrad_rows(s.wgrad, rows, saved->ragged.El, a->backend);
+    ASSERT(!wgrad || packed);
     memset(t, 0, sizeof(*t));
     if (s.recompute) plan_hidden(a, saved, s);
-    // Fast wgrad reads column-wise quantized rows, so x and dy need no floatX copy.
-    rows_plan(a, "routed rows", &t->rows, (fast_wgrad ? 0 : ROWS_FLOATX) | memory_read(s.expert), rows, C);
-    rows_plan(a, "routed rows by channel", &t->channels, fast_wgrad ? ROWS_QUANTIZED : 0, length, C);
+    // A packed wgrad reads its own copy of x and dy, so these need no values.
+    rows_plan(a, "routed rows", &t->rows, !wgrad, packed, rows, C);
+    rows_plan(a, "routed rows by channel", &t->channels, 0, wgrad, wgrad_rows, C);
     // The shared MLP uses these buffers first, so each has the larger size.
     ARENA(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, &t->dact);
     ARENA(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, &t->act);
-    ARENA(a, "d hidden", ELEMENT_X, max_i64(length * 2 * F, N * 2 * sF), 1, &t->dh);
-    rows_plan(a, "d hidden, quantized", &t->dh_quantized, memory_quantized(s.expert), length, 2 * F);
-    // The memory fits whole channels. Row-wise, the tensor has one row for each ragged row.
-    t->dh_quantized.count = rows;
+    ARENA(a, "d hidden", ELEMENT_X, max_i64(wgrad_rows * 2 * F, N * 2 * sF), 1, &t->dh);
+    rows_plan(a, "d hidden, quantized", &t->dh_quantized, s.expert && !packed, packed, wgrad_rows, 2 * F);
     ARENA(a, "d row gates", ELEMENT_REAL, rows, 1, &t->drow_gate);
     ARENA(a, "d gates", ELEMENT_REAL, N * s.router.K, 1, &t->dgate);
     dispatch_plan_buffers(a, &t->exchange, &saved->route, 0);
@@ -85,6 +78,7 @@ PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, Moe
     const PoolMark mark = pool_mark(pool);
     plan_forward(pool_table(pool), t, saved, s);
     pool_take_table(pool);
+    if (!t->act.value) t->act.value = t->rows.value;  // for statistics, before the outputs
     return mark;
 }
 

@@ -4,10 +4,10 @@
 
 #include "moe/moe.h"
 
-// Rows have the memory that their format requires (mx/rows.h); `rows` in the comments is saved->ragged.capacity.
+// Rows have the memory that their format requires (linear/rows.h); `rows` in the comments is saved->ragged.capacity.
 typedef struct MoeForwardBuffers {
     AllToAll exchange;
-    Rows rows;           // (rows, max(C, F)): x; workspace of the activation's MxStats; the experts' outputs
+    Rows rows;           // (rows, max(C, F)): x; then the experts' outputs
     Rows act;            // (rows, F)
     floatX* shared_act;  // (N, shared_F)
 } MoeForwardBuffers;
@@ -16,9 +16,9 @@ typedef struct MoeForwardBuffers {
 typedef struct MoeBackwardBuffers {
     AllToAll exchange, again;  // all-to-all buffers of dy; of x with recompute
     Rows rows;                 // (rows, C): x or dy
-    Rows channels;             // fast wgrad: x or dy, quantized column-wise (along tokens)
+    Rows channels;             // packed wgrad: x or dy, quantized along tokens
     floatX *dact, *act, *dh;  // (rows, max(C, F)): da', then dx; (rows, F): gate * a; (rows, 2F): dh, maybe column-wise
-    Rows dh_quantized;        // (rows, 2F): dh, quantized; fast wgrad: then gate * a or dh, column-wise
+    Rows dh_quantized;        // (rows, 2F): dh, quantized; packed wgrad: then gate * a or dh, along tokens
     real *drow_gate, *dgate;  // (rows), (N, K)
 } MoeBackwardBuffers;
 

@@ -3,7 +3,7 @@
 #include "mx/mxfp8_cpu.h"
 
 // Adds the statistics of a block that is quantized with scale s.
-static void add_block(MxStats* stats, const floatX* block, int s, int32_t scale_mode) {
+static void add_block(QuantizationStats* stats, const floatX* block, int s, int32_t scale_mode) {
     // The block's own scale (align 1), for `inexact`.
     const int s_alone = scale_of(block, MX_BLOCK, 1, MX_BLOCK, scale_mode);
     for (int64_t i = 0; i < MX_BLOCK && s != MX_NAN; i++) {
@@ -17,7 +17,7 @@ static void add_block(MxStats* stats, const floatX* block, int s, int32_t scale_
     }
 }
 
-void mx_stats(MxStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
+void mx_stats(QuantizationStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
               MxRecipe recipe, Ctx* ctx) {
     const int64_t chunk = chunk_of(recipe), tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
     for (int64_t r = 0; r < count * rows; r++)

@@ -8,7 +8,7 @@
 
 #include "mx/mxfp8.cuh"
 
-enum { STATS_BLOCKS = 512, STATS_SUMS = sizeof(MxStats) / sizeof(double) };
+enum { STATS_BLOCKS = 512, STATS_SUMS = sizeof(QuantizationStats) / sizeof(double) };
 
 // Tile scales of matrices with `rows` rows each. scale NULL: quantized along the rows instead.
 struct Tiles {
@@ -19,7 +19,7 @@ struct Tiles {
 // The number of blocks is fixed, and their sums are added in order: the same bits on every run.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    stats_kernel(MxStats* partial, const floatX* x, Tiles tiles, int64_t rows, int64_t columns,
+    stats_kernel(QuantizationStats* partial, const floatX* x, Tiles tiles, int64_t rows, int64_t columns,
                  uint32_t rounding_bias) {
     __shared__ double of_warp[ROW_WARPS][STATS_SUMS];
     const int64_t vectors = ceil_div(columns, 256);
@@ -37,7 +37,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         }
         if (s == MX_NAN) continue;
 
-        // Add up the statistics, in the order of MxStats.
+        // Add up the statistics, in the order of QuantizationStats.
         float exact[8];
         floats_of(exact, p);
 #pragma unroll
@@ -66,17 +66,17 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     ((double*)&partial[blockIdx.x])[threadIdx.x] = sum;
 }
 
-static __global__ void add_stats_kernel(MxStats* stats, const MxStats* partial) {
+static __global__ void add_stats_kernel(QuantizationStats* stats, const QuantizationStats* partial) {
     double sum = 0;
     for (int i = 0; i < STATS_BLOCKS; i++) sum += ((const double*)&partial[i])[threadIdx.x];
     ((double*)stats)[threadIdx.x] += sum;
 }
 
-void mx_stats(MxStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
+void mx_stats(QuantizationStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
               MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(x) && columns % MX_BLOCK == 0);
     // Sums per thread block, then over the blocks.
-    MxStats* partial = ctx_workspace<MxStats>(ctx, STATS_BLOCKS);
+    QuantizationStats* partial = ctx_workspace<QuantizationStats>(ctx, STATS_BLOCKS);
     auto kernel = recipe.align == 1 ? stats_kernel<MX_BLOCK> : stats_kernel<MX_CHUNK>;
     launch(kernel, STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx, partial, x, Tiles{tiles, rows}, count * rows, columns,
            rounding_bias_of(recipe.scale));

@@ -3,24 +3,19 @@
 //
 //     kernel                               reads    writes                                      bytes
 //     forward                              h        MXFP8 a                                      5.03
-//     backward                             h, da'   dh, MXFP8 dh, gate * a                      14.06
 //     backward, row-wise and column-wise   h, da'   MXFP8 dh, MXFP8 dh transposed, gate * a     12.1
 //
-// The last one reaches 71 % of the speed of a copy.
+// The backward reaches 71 % of the speed of a copy.
 //
 // Every input is read once in 16-byte vectors, with 6 or 8 loads in flight per lane.
 //
 // Forward: a warp takes a span of 1024 columns of a row.
 //
-// Backward: a warp takes a whole row, two vectors of gate, up and da' at a time. So <da', a> is one warp's sum in a
-// fixed order. `a` is fake-quantized in registers, as forward quantizes it. The gradients of gate and up are quantized
-// in registers, because the same lanes hold all elements that share a scale. If F is no multiple of a chunk, one chunk
-// has the last columns of gate and the first of up. Such rows are quantized after they are complete.
-//
-// Backward, row-wise and column-wise: a thread block takes 128 rows and walks F in steps of 128 columns. The gradients
-// of gate and up are quantized row-wise in registers, as above, and stored in shared memory (64 KB). The warps then
-// read them in patches of 16 rows x 8 columns (mxfp8_patch.cuh) and quantize column-wise. The occupancy is two blocks
-// per SM, so that one loads while the other quantizes.
+// Backward: a thread block takes 128 rows and walks F in steps of 128 columns. `a` is fake-quantized in registers, as
+// forward quantizes it. The gradients of gate and up are quantized row-wise in registers, because the same lanes hold
+// all elements that share a scale, and stored in shared memory (64 KB). The warps then read them in patches of 16 rows
+// x 8 columns (mxfp8_patch.cuh) and quantize column-wise. The occupancy is two blocks per SM, so that one loads while
+// the other quantizes.
 //
 // Expert rows need the dot product <da', a>, so one block owns whole rows. Shared-expert and dense rows do not need it,
 // and they are fewer, so their columns are split over blocks.
@@ -31,7 +26,6 @@
 #include "mx/mxfp8_patch.cuh"
 
 // Forward. The row count is read on the device, and the grid walks the rows.
-template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     swiglu_kernel(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, int64_t stride,
                   uint32_t rounding_bias) {
@@ -56,27 +50,25 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
             for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
             gate[i] = vec8_of(g);
         }
-        quantize_span<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, rounding_bias);
+        quantize_span<MX_CHUNK>(q + row * F, scale + row * stride, gate, c0, F, stride, rounding_bias);
     }
 }
 
 // Fake-quantizes x in this lane's 8 columns.
-template <int ALIGN>
 static __device__ __forceinline__ void round_piece(float x[8], uint32_t rounding_bias) {
     // Round to bf16 first, as forward does before it quantizes `a`.
     const uint4 p = vec8_of(x);
-    const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), rounding_bias);
+    const uint32_t s = scale_of(higher_half(largest_of_lanes<MX_CHUNK / 8>(largest(p))), rounding_bias);
     const float value = mx_scale_value(s);
     values_of(x, quantize8(p, mx_scale_inverse(s)), value);
 }
 
 // Quantizes a lane's vectors of gate and up. Elements that share a scale are in the same lanes for both. q and scale
 // are the outputs of gate; those of up are F columns further.
-template <int ALIGN>
 static __device__ __forceinline__ void quantize_two(uint8_t* q, uint8_t* scale, const uint4& gate, const uint4& up,
                                                     int64_t F, bool inside, uint32_t rounding_bias) {
     // One shuffle serves both: the amax of gate in the lower half, that of up in the upper.
-    const uint32_t pair = largest_of_lanes<ALIGN / 8>(higher_half(largest(gate)) | higher_half(largest(up)) << 16);
+    const uint32_t pair = largest_of_lanes<MX_CHUNK / 8>(higher_half(largest(gate)) | higher_half(largest(up)) << 16);
     const uint32_t of_gate = scale_of(pair & 0xffff, rounding_bias), of_up = scale_of(pair >> 16, rounding_bias);
 
     // Store q; the first of the four lanes of a block stores the scale.
@@ -86,39 +78,6 @@ static __device__ __forceinline__ void quantize_two(uint8_t* q, uint8_t* scale, 
     if (threadIdx.x % 4) return;
     scale[0] = (uint8_t)of_gate;
     scale[F / MX_BLOCK] = (uint8_t)of_up;
-}
-
-// Backward. ACROSS: a chunk has the last columns of gate and the first of up, in different lanes and vectors. Then the
-// complete row is read once more from the caches, and quantized.
-template <int ALIGN, bool ACROSS>
-static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
-    swiglu_backward_kernel(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, float* drow_gate,
-                           const floatX* da_ungated, const floatX* h, Ragged r, int64_t F, int64_t stride,
-                           uint32_t rounding_bias) {
-    wait_for_previous();
-    const int64_t used = r.group_start[r.El];
-    const int lane = threadIdx.x % 32;
-    for (int64_t row = warp_in_grid(); row < used; row += gridDim.x * (int64_t)ROW_WARPS) {
-        // Compute the row; quantize dh in registers unless ACROSS.
-        uint8_t *q_row = q + row * 2 * F, *s_row = scale + row * stride;
-        swiglu_backward_row(
-            dh, gated_a, drow_gate, da_ungated, h, r, row, F, [&](float a[8]) { round_piece<ALIGN>(a, rounding_bias); },
-            [&](int64_t c, const uint4& gate, const uint4& up) {
-                if (!ACROSS) quantize_two<ALIGN>(q_row + c, s_row + c / MX_BLOCK, gate, up, F, c < F, rounding_bias);
-            });
-
-        // Zero the padding after the last scale.
-        if (!ACROSS && 2 * F / MX_BLOCK + lane < stride) s_row[2 * F / MX_BLOCK + lane] = 0;
-
-        // ACROSS: the warp reads the complete row again and quantizes it.
-        if (!ACROSS) continue;
-        __syncwarp();
-        for (int64_t c0 = 0; c0 < 2 * F; c0 += SPAN) {
-            uint4 p[VECTORS];
-            load_span(p, dh + row * 2 * F, c0, 2 * F);
-            quantize_span<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, rounding_bias);
-        }
-    }
 }
 
 // The rows of the row-wise and column-wise backward: expert rows with gates, or tokens without, whose `a` is not
@@ -179,7 +138,7 @@ static __device__ __forceinline__ void swiglu_backward_tile(uint4* tile, float* 
             floats_of(u, us[i]);
             floats_of(x, ds[i]);
             const float part = swiglu_backward_piece(a, g, u, x, weight[i], [&](float whole[8]) {
-                if (Source::GATED) round_piece<MX_CHUNK>(whole, rounding_bias);
+                if (Source::GATED) round_piece(whole, rounding_bias);
             });
             const float dot = Source::GATED ? warp_sum<16>(part) : 0;
             if (Source::GATED && lane % 16 == 0) dots[in_tile] += dot;
@@ -188,8 +147,7 @@ static __device__ __forceinline__ void swiglu_backward_tile(uint4* tile, float* 
             const uint4 gate = vec8_of(g), up = vec8_of(u);
             const bool valid = rows.valid(row);
             if (valid) store(gated_a + row * F + c, a);
-            quantize_two<MX_CHUNK>(q + row * 2 * F + c, scale + row * stride + c / MX_BLOCK, gate, up, F, valid,
-                                   rounding_bias);
+            quantize_two(q + row * 2 * F + c, scale + row * stride + c / MX_BLOCK, gate, up, F, valid, rounding_bias);
             tile[in_tile * TILE_PIECES + lane % 16] = gate;
             tile[in_tile * TILE_PIECES + 16 + lane % 16] = up;
         }
@@ -239,21 +197,10 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
     }
 }
 
-void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged r, int64_t F, MxRecipe recipe, Ctx* ctx) {
+void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged r, int64_t F, int32_t scale_mode, Ctx* ctx) {
     ASSERT(aligned(out.q, h));
-    auto kernel = recipe.align == 1 ? swiglu_kernel<MX_BLOCK> : swiglu_kernel<MX_CHUNK>;
-    launch_early(kernel, walking_blocks(row_blocks(r.capacity, F), ctx), 32 * ROW_WARPS, 0, ctx, out.q, out.scale, h, r,
-                 F, mx_stride(F), rounding_bias_of(recipe.scale));
-}
-
-void mx_swiglu_backward_quantize(MxBytes out, ExpertsBackward t, Ragged r, int64_t F, MxRecipe recipe, Ctx* ctx) {
-    ASSERT(aligned(out.q, t.dh, t.gated_a, t.da_ungated, t.h) && F % MX_BLOCK == 0);
-    auto kernel = recipe.align == 1   ? swiglu_backward_kernel<MX_BLOCK, false>
-                  : F % MX_CHUNK == 0 ? swiglu_backward_kernel<MX_CHUNK, false>
-                                      : swiglu_backward_kernel<MX_CHUNK, true>;
-    launch_early(kernel, walking_blocks(ceil_div(r.capacity, ROW_WARPS), ctx), 32 * ROW_WARPS, 0, ctx, out.q, out.scale,
-                 t.dh, t.gated_a, t.drow_gate, t.da_ungated, t.h, r, F, mx_stride(2 * F),
-                 rounding_bias_of(recipe.scale));
+    launch_early(swiglu_kernel, walking_blocks(row_blocks(r.capacity, F), ctx), 32 * ROW_WARPS, 0, ctx, out.q,
+                 out.scale, h, r, F, mx_stride(F), rounding_bias_of(scale_mode));
 }
 
 void mx_swiglu_backward_both(MxBytes out, MxBytes channels, ExpertsBackward t, int64_t length, Ragged r, int64_t F,

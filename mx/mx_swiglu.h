@@ -1,5 +1,5 @@
 // SwiGLU between an expert's two GEMMs, and its backward with the gate (grouped/experts.h), fused with the quantization
-// to MXFP8 (mx/mxfp8.h). Rows are ragged (grouped/permute.h); pad rows are zeros with scale 0.
+// to MXFP8 with align 128 (mx/mxfp8.h). Rows are ragged (grouped/permute.h); pad rows are zeros with scale 0.
 //
 //   forward   a = silu(h_gate) * h_up             quantized: a
 //   backward  da = gate * da',  dh = d swiglu     quantized: dh
@@ -10,16 +10,12 @@
 
 // out: a (capacity, F), row-wise, from h (capacity, 2F), gate, then up. a is rounded to floatX, then quantized as by
 // mx_quantize. On the GPU the result equals that of experts_swiglu_forward and mx_quantize to the bit.
-void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
+void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged ragged, int64_t F, int32_t scale_mode, Ctx* ctx);
 
-// out: dh (capacity, 2F), row-wise. It is rounded to floatX, then quantized as by mx_quantize, with 2F as one width.
-// `a` is the dequantized result of mx_swiglu_quantize (not rounded again). On the GPU dh and q equal those of
-// experts_swiglu_backward and mx_quantize to the bit.
-void mx_swiglu_backward_quantize(MxBytes out, ExpertsBackward tensors, Ragged ragged, int64_t F, MxRecipe recipe,
-                                 Ctx* ctx);
-
-// The same, with dh quantized both row-wise (align 128) for dgrad and into channels (mx_quantize_channels, align 128)
-// for wgrad. So dh in floatX is never written (NULL). F is a multiple of 128.
+// Backward: dh (capacity, 2F) quantized row-wise for dgrad (out), and into channels (mx_quantize_channels) for wgrad.
+// dh is rounded to floatX first, and in floatX it is never written (NULL). `a` is the dequantized result of
+// mx_swiglu_quantize, not rounded again. On the GPU q equals that of experts_swiglu_backward and mx_quantize_both to
+// the bit. F is a multiple of 128.
 //
 // With ragged.row_gate NULL the rows are the `capacity` tokens of a dense MLP. It is then swiglu_backward
 // (layers/swiglu.h) and mx_quantize_both: gates are 1, `a` is not quantized, and drow_gate is not written.

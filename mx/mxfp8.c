@@ -19,24 +19,6 @@ void mx_quantize(MxBytes out, const floatX* x, int64_t rows, int64_t columns, Mx
     }
 }
 
-// Column-wise, transposed: a column becomes a row of q.
-void mx_quantize_transposed(MxBytes out, const floatX* x, int64_t count, int64_t rows, int64_t columns, MxRecipe recipe,
-                            Ctx* ctx) {
-    const int64_t chunk = chunk_of(recipe), stride = mx_stride(rows);
-    memset(out.scale, 0, count * columns * stride);
-#pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t m = 0; m < count; m++)
-        for (int64_t r = 0; r < rows; r += chunk)
-            for (int64_t c = 0; c < columns; c++) {
-                // The same down a column; q is written to a row.
-                int64_t n = min_i64(chunk, rows - r), column = m * columns + c;
-                const floatX* from = x + (m * rows + r) * columns + c;
-                int s = scale_of(from, columns, n, 1, recipe.scale);
-                memset(out.scale + column * stride + r / MX_BLOCK, s, (size_t)n / MX_BLOCK);
-                quantize_blocks(out.q + column * rows + r, 1, rows, from, columns, n, 1, s);
-            }
-}
-
 void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
                        int64_t columns, int32_t scale_mode, Ctx* ctx) {
     const int64_t tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
@@ -55,48 +37,55 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
     }
 }
 
-// Dequantizes a row: x = q 2^(s - 127), or +=, each sum rounded once.
-static void dequantize_row(floatX* x, MxBytes from, int64_t row, int64_t columns, int accumulate) {
-    const uint8_t *q = from.q + row * columns, *scale = from.scale + row * mx_stride(columns);
-    for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-        const float factor = mx_scale_value(scale[c / MX_BLOCK]);
-        for (int64_t i = c; i < c + MX_BLOCK; i++) {
-            const float value = e4m3_value(q[i]) * factor;
-            x[i] = accumulate ? x[i] + value : value;  // no sum with 0, which would lose the sign of -0
-        }
-    }
-}
-
 void mx_dequantize(floatX* x, MxBytes from, int64_t rows, int64_t columns, int accumulate, Ctx* ctx) {
 #pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < rows; r++) dequantize_row(x + r * columns, from, r, columns, accumulate);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) {
+            const float factor = mx_scale_value(from.scale[r * mx_stride(columns) + c / MX_BLOCK]);
+            const float value = e4m3_value(from.q[r * columns + c]) * factor;
+            floatX* to = x + r * columns + c;
+            *to = accumulate ? *to + value : value;  // no sum with 0, which would lose the sign of -0
+        }
 }
 
-void mx_dequantize_rows(floatX* rows, MxBytes tokens, Ragged ragged, int64_t columns, Ctx* ctx) {
+// Fake quantization of n elements, `step` apart, with one scale.
+static void round_block(floatX* out, int64_t out_step, const floatX* x, int64_t step, int64_t n, int32_t scale_mode) {
+    const int s = scale_of(x, step, n, 1, scale_mode);
+    for (int64_t i = 0; i < n; i++) out[i * out_step] = value_of((float)x[i * step], s);
+}
+
+void mx_round_rows(floatX* out, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx) {
+    const int64_t chunk = chunk_of(recipe);
 #pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < ragged.group_start[ragged.El]; r++) {
-        // A row without a token is a pad row.
-        const int64_t token = ragged.row_token[r];
-        if (token < 0)
-            memset(rows + r * columns, 0, columns * sizeof(floatX));
-        else
-            dequantize_row(rows + r * columns, tokens, token, columns, 0);
+    for (int64_t at = 0; at < rows * columns; at += columns)
+        for (int64_t c = 0; c < columns; c += chunk)
+            round_block(out + at + c, 1, x + at + c, 1, min_i64(chunk, columns - c), recipe.scale);
+}
+
+void mx_round_columns(floatX* out, const floatX* x, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx) {
+    const int64_t chunk = chunk_of(recipe);
+    for (int32_t e = 0; e < ragged.El; e++) {
+        const int64_t start = ragged.group_start ? ragged.group_start[e] : 0;
+        const int64_t rows = ragged.group_start ? ragged.group_rows[e] : ragged.capacity;
+#pragma omp parallel for collapse(2) schedule(static)
+        for (int64_t r = 0; r < rows; r += chunk)
+            for (int64_t c = 0; c < columns; c++) {
+                const int64_t at = (start + r) * columns + c;
+                round_block(out + at, columns, x + at, columns, min_i64(chunk, rows - r), recipe.scale);
+            }
     }
 }
 
-// Column-wise fake quantization in place.
-void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx) {
-    const int64_t chunk = chunk_of(recipe);
-#pragma omp parallel for schedule(static)
-    for (int64_t c = 0; c < columns; c++)
-        for (int32_t e = 0; e < ragged.El; e++)
-            for (int64_t r = 0; r < ragged.group_rows[e]; r += chunk) {
-                // A chunk of a column, within its group.
-                floatX* top = x + (ragged.group_start[e] + r) * columns + c;
-                int64_t n = min_i64(chunk, ragged.group_rows[e] - r);
-                int s = scale_of(top, columns, n, 1, recipe.scale);
-                for (int64_t i = 0; i < n; i++) top[i * columns] = value_of((float)top[i * columns], s);
-            }
+void mx_round_weight(floatX* out, floatX* transposed, const floatX* w, int64_t count, int64_t rows, int64_t columns,
+                     int32_t scale_mode, Ctx* ctx) {
+    const MxRecipe recipe = {scale_mode, 1};
+    mx_round_rows(out, w, count * rows, columns, recipe, ctx);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t m = 0; m < count; m++)
+        for (int64_t r = 0; r < rows; r += MX_BLOCK)
+            for (int64_t c = 0; c < columns; c++)
+                round_block(transposed + (m * columns + c) * rows + r, 1, w + (m * rows + r) * columns + c, columns,
+                            MX_BLOCK, scale_mode);
 }
 
 // Column-wise quantization of a ragged buffer. The input is x, or MXFP8 `from` if x is NULL. It takes

@@ -1,18 +1,16 @@
 // MXFP8 quantization and dequantization. All kernels are bound by memory. Bytes per element:
 //
-//     kernel                                                        bytes
-//     mx_quantize, mx_quantize_transposed                            3.03
-//     mx_dequantize, mx_dequantize_rows                              3.03
-//     mx_quantize_channels                                           3.01
-//     mx_quantize_tiles, mx_quantize_both; mx_round_columns          4.0
-//     mx_dequantize that accumulates                                 5.03
-//     mx_requantize_channels                                         2.04
+//     kernel                                    bytes
+//     mx_quantize, mx_dequantize                 3.03
+//     mx_quantize_channels                       3.01
+//     mx_quantize_tiles, mx_quantize_both        4.0
+//     mx_dequantize that accumulates             5.03
+//     mx_requantize_channels                     2.04
 //
 // Every input is read once: bf16 in 16-byte vectors, q in 8-byte vectors, with 4 to 16 loads in flight per lane.
-// Elements that share a scale stay in the warp or thread block that read them. Only mx_round_columns reads its chunks
-// twice, the second time from the caches. amax and row-wise quantization: mxfp8.cuh. Column-wise kernels:
-// mxfp8_columns.cuh.
-#include "grouped/permute.cuh"
+// Elements that share a scale stay in the warp or thread block that read them. amax and row-wise quantization:
+// mxfp8.cuh. Column-wise kernels: mxfp8_columns.cuh. Fake quantization is for the reference mode, so its kernel is
+// plain: a thread takes one block of elements, and reads it twice.
 #include "mx/mxfp8.cuh"
 #include "mx/mxfp8_columns.cuh"
 
@@ -41,13 +39,16 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     quantize_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, rounding_bias);
 }
 
-// Dequantizes columns c0 .. c0 + 1023 of a row: x = q 2^(s - 127), or += with ADD. A row that is not `given` is not
-// read and counts as zeros.
+// A warp dequantizes columns c0 .. c0 + 1023 of a row: x = q 2^(s - 127), or += with ADD.
 template <bool ADD>
-static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t* q, const uint8_t* scale, bool given,
-                                                       int64_t c0, int64_t columns) {
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
+                      int64_t stride) {
+    wait_for_previous();
+    int64_t row, c0;
+    if (!place_of_warp(&row, &c0, rows, columns)) return;
+    x += row * columns, q += row * columns, scale += row * stride;
     c0 += threadIdx.x % 32 * 8;
-    if (c0 >= columns) return;
 
     // Issue all loads first.
     uint2 p[VECTORS] = {};
@@ -55,7 +56,7 @@ static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t*
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         const int64_t c = c0 + i * 256;
-        if (!given || c >= columns) continue;
+        if (c >= columns) continue;
         p[i] = *(const uint2*)(q + c);
         s[i] = scale[c / MX_BLOCK];
     }
@@ -77,29 +78,29 @@ static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t*
     }
 }
 
-// A warp dequantizes one span.
-template <bool ADD>
-static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
-                      int64_t stride) {
-    wait_for_previous();
-    int64_t row, c0;
-    if (!place_of_warp(&row, &c0, rows, columns)) return;
-    dequantize_span<ADD>(x + row * columns, q + row * columns, scale + row * stride, true, c0, columns);
-}
+// --- Fake quantization ---
 
-// A warp dequantizes whole rows of the ragged buffer, each from its token.
-static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
-    dequantize_rows_kernel(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns,
-                           int64_t stride, int64_t slices) {
+// A thread takes a chunk of x (rows, columns), of `length` elements: along a row, or with `down` down a column.
+// `transposed`: matrices with that many rows each, which are written transposed; 0: x is written as it is.
+static __global__ void __launch_bounds__(256)
+    round_kernel(floatX* out, const floatX* x, int64_t rows, int64_t columns, int64_t length, bool down,
+                 int64_t transposed, uint32_t rounding_bias) {
     wait_for_previous();
-    const PermuteSlice slice = permute_slice(r, slices);
-    for (int64_t row = slice.first + threadIdx.x / 32; row < slice.end; row += PERMUTE_WARPS) {
-        const int64_t token = r.row_token[row];
-        for (int64_t c0 = 0; c0 < columns; c0 += SPAN)
-            dequantize_span<false>(rows + row * columns, q + token * columns, scale + token * stride, token >= 0, c0,
-                                   columns);
-    }
+
+    // The chunk's first element, and the distance of the next one, in x and in out.
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, across = down ? columns : ceil_div(columns, length);
+    const int64_t r = i / across * (down ? length : 1), c = i % across * (down ? 1 : length);
+    if (r >= rows) return;
+    const int64_t n = min(length, down ? rows - r : columns - c), step = down ? columns : 1;
+    const int64_t out_step = transposed ? 1 : step;
+    x += r * columns + c;
+    out += transposed ? (r / transposed * columns + c) * transposed + r % transposed : r * columns + c;
+
+    // amax, then every element.
+    uint32_t amax = 0;
+    for (int64_t k = 0; k < n; k++) amax = max(amax, (uint32_t)__bfloat16_as_ushort(x[k * step]) & 0x7fff);
+    const uint32_t s = scale_of(amax, rounding_bias);
+    for (int64_t k = 0; k < n; k++) out[k * out_step] = value_of((float)x[k * step], s);
 }
 
 // --- Launches ---
@@ -109,18 +110,6 @@ void mx_quantize(MxBytes out, const floatX* x, int64_t rows, int64_t columns, Mx
     auto kernel = recipe.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
     launch_early(kernel, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, out.q, out.scale, x, rows, columns,
                  mx_stride(columns), rounding_bias_of(recipe.scale));
-}
-
-void mx_quantize_transposed(MxBytes out, const floatX* x, int64_t count, int64_t rows, int64_t columns, MxRecipe recipe,
-                            Ctx* ctx) {
-    ASSERT(aligned(out.q, out.scale, x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
-    auto kernel = recipe.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
-    // Columns are the fast axis of the grid, so that concurrent blocks read whole rows. The rows axis covers all scale
-    // bytes of an output row, with the padding.
-    const int64_t stride = mx_stride(rows);
-    const dim3 grid(blocks_for(columns, WARP_COLUMNS), (unsigned)(stride / (2 * COLUMN_WARPS)), (unsigned)count);
-    launch_early(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, out.q, out.scale, x, rows, columns, stride,
-                 rounding_bias_of(recipe.scale));
 }
 
 void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
@@ -137,20 +126,30 @@ void mx_dequantize(floatX* x, MxBytes from, int64_t rows, int64_t columns, int a
                  32 * ROW_WARPS, 0, ctx, x, from.q, from.scale, rows, columns, mx_stride(columns));
 }
 
-void mx_dequantize_rows(floatX* rows, MxBytes tokens, Ragged r, int64_t columns, Ctx* ctx) {
-    ASSERT(aligned(rows, tokens.q) && columns % MX_BLOCK == 0);
-    const int64_t slices = permute_slices(r, PERMUTE_WARPS);
-    launch_early(dequantize_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, rows, tokens.q, tokens.scale, r,
-                 columns, mx_stride(columns), slices);
+static void round_chunks(floatX* out, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, bool down,
+                         int64_t transposed, Ctx* ctx) {
+    const int64_t length = recipe.align == 1 ? MX_BLOCK : MX_CHUNK;
+    const int64_t chunks = down ? ceil_div(rows, length) * columns : rows * ceil_div(columns, length);
+    launch_early(round_kernel, blocks_for(chunks, 256), 256, 0, ctx, out, x, rows, columns, length, down, transposed,
+                 rounding_bias_of(recipe.scale));
 }
 
-void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxRecipe recipe, Ctx* ctx) {
-    ASSERT(aligned(x) && columns % MX_BLOCK == 0 && r.capacity % MX_CHUNK == 0);
-    const int chunk = recipe.align == 1 ? MX_BLOCK : MX_CHUNK;
-    auto kernel = recipe.align == 1 ? round_columns_kernel<MX_BLOCK> : round_columns_kernel<MX_CHUNK>;
-    const dim3 grid(blocks_for(r.capacity / chunk, ROW_WARPS), blocks_for(columns, 256));
-    launch_early(kernel, grid, 32 * ROW_WARPS, 0, ctx, x, r.group_start + r.El, columns,
-                 rounding_bias_of(recipe.scale));
+void mx_round_rows(floatX* out, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx) {
+    round_chunks(out, x, rows, columns, recipe, false, 0, ctx);
+}
+
+void mx_round_columns(floatX* out, const floatX* x, Ragged r, int64_t columns, MxRecipe recipe, Ctx* ctx) {
+    // Groups start at multiples of 128, so a chunk never spans two groups. Rows that no group has may be rounded too.
+    ASSERT(!r.group_start || r.capacity % MX_CHUNK == 0);
+    round_chunks(out, x, r.capacity, columns, recipe, true, 0, ctx);
+}
+
+void mx_round_weight(floatX* out, floatX* transposed, const floatX* w, int64_t count, int64_t rows, int64_t columns,
+                     int32_t scale_mode, Ctx* ctx) {
+    const MxRecipe recipe = {scale_mode, 1};
+    ASSERT(rows % MX_BLOCK == 0);
+    round_chunks(out, w, count * rows, columns, recipe, false, 0, ctx);
+    round_chunks(transposed, w, count * rows, columns, recipe, true, rows, ctx);
 }
 
 template <typename Source>

@@ -38,8 +38,7 @@
 // multiples of 32, and all buffers are aligned to 16 bytes.
 #pragma once
 
-#include "device/device.h"
-#include "grouped/permute.h"
+#include "linear/format.h"
 
 typedef enum { MX_RCEIL, MX_FLOOR } MxScale;
 typedef struct MxRecipe {
@@ -51,9 +50,7 @@ typedef struct MxRecipe {
 enum { MX_BLOCK = 32, MX_CHUNK = 128, MX_RUN = 512, MX_RUN_LEAST = 40, MX_NAN = 255 };
 
 // An MXFP8 tensor: its elements, and its scale bytes.
-typedef struct MxBytes {
-    uint8_t *q, *scale;
-} MxBytes;
+typedef Packed MxBytes;
 
 static inline int64_t mx_stride(int64_t columns) { return round_up(columns / MX_BLOCK, 16); }
 static inline int64_t mx_tiles(int64_t n) { return ceil_div(n, MX_CHUNK); }  // tiles of 128 along one axis
@@ -61,12 +58,6 @@ static inline int64_t mx_tiles(int64_t n) { return ceil_div(n, MX_CHUNK); }  // 
 // Row-wise quantization of x (rows, columns) in blocks 1x32: activations and gradients for GEMMs that contract over the
 // columns.
 void mx_quantize(MxBytes out, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
-
-// Column-wise quantization of x (count, rows, columns) in blocks 32x1, for GEMMs that contract over the rows. `out` is
-// the transposed matrices, (count, columns, rows), row-wise. One launch takes `count` matrices (experts). rows is a
-// multiple of 32 too.
-void mx_quantize_transposed(MxBytes out, const floatX* x, int64_t count, int64_t rows, int64_t columns, MxRecipe recipe,
-                            Ctx* ctx);
 
 // Quantizes weights w (count, rows, columns) in tiles of 128 x 128 (smaller at the edges) with one scale each: scale
 // (count, ceil(rows / 128), ceil(columns / 128)). Writes q (count, rows, columns) and its transpose (count, columns,
@@ -78,14 +69,18 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
 // in bf16 except outside its range: rounded below 2^-133, Inf from 2^128.
 void mx_dequantize(floatX* x, MxBytes from, int64_t rows, int64_t columns, int accumulate, Ctx* ctx);
 
-// mx_dequantize and permute_rows in one kernel: rows[r], one of `capacity`, = dequantized token row_token[r]; pad rows
-// are zeros. `tokens` is row-wise (N, columns).
-void mx_dequantize_rows(floatX* rows, MxBytes tokens, Ragged ragged, int64_t columns, Ctx* ctx);
-
-// Column-wise fake quantization in place: x (capacity, columns) is quantized in blocks down the columns of each group,
-// and dequantized. It prepares the operands of wgrad, which contracts over a group's rows. On the GPU pad rows (zeros)
-// count as rows. A chunk at the end of a group may be shorter.
-void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
+// Fake quantization: out = the dequantized values of quantized x.
+//
+//   mx_round_rows     x (rows, columns) in blocks along the rows, in place or not
+//   mx_round_columns  x (capacity, columns) in blocks down the columns of each group, in place or not: the operands of
+//                     wgrad. All rows are one group if group_start is NULL. On the GPU pad rows (zeros) count as rows.
+//                     The last block of a group may be shorter.
+//   mx_round_weight   w (count, rows, columns) along the rows, and down the columns with each matrix transposed; align
+//                     1, rows a multiple of 32
+void mx_round_rows(floatX* out, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
+void mx_round_columns(floatX* out, const floatX* x, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
+void mx_round_weight(floatX* out, floatX* transposed, const floatX* w, int64_t count, int64_t rows, int64_t columns,
+                     int32_t scale_mode, Ctx* ctx);
 
 // Column-wise quantization of a ragged buffer x (capacity, columns) into channels: the operands of the MXFP8 wgrad
 // (mx/grouped_gemm_mx.h), which contracts over a group's rows. The result is transposed: a channel, one row of q, is

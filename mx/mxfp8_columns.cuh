@@ -1,64 +1,10 @@
 // Column-wise quantization kernels of mxfp8.cu. Each lane quantizes a patch in registers (mxfp8_patch.cuh). Shared
-// memory has only the amax of chunks and tiles that span warps, and the scales of a transposed result, which are stored
-// together.
+// memory has only the amax of chunks and tiles that span warps.
 #pragma once
 
 #include "mx/mxfp8_patch.cuh"
 
 enum { COLUMN_WARPS = 4 };
-
-// mx_quantize_transposed. A thread block takes 256 rows x 64 columns, with its warps below each other. Its scales are 8
-// bytes for each of 64 output rows. They are gathered in shared memory before they are stored.
-template <int ALIGN>
-static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
-    transposed_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
-                      uint32_t rounding_bias) {
-    wait_for_previous();
-
-    // Position of this lane's patch.
-    __shared__ uint4 of_warp[COLUMN_WARPS][8];
-    __shared__ uint2 scales[WARP_COLUMNS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t r = blockIdx.y * (int64_t)(COLUMN_WARPS * WARP_ROWS) + warp * WARP_ROWS + lane / 8 * PATCH_ROWS;
-    const int64_t first = blockIdx.x * (int64_t)WARP_COLUMNS, c = first + lane % 8 * 8, matrix = blockIdx.z;
-    const bool inside = r < rows && c < columns;
-
-    // Column amax: over the patch, over the lanes that share a block; for chunks also over two warps.
-    uint4 p[PATCH_ROWS];
-    load_patch(p, x + (matrix * rows + r) * columns + c, columns, inside);
-    uint32_t pair[4];
-    largest_of_columns(pair, p);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        pair[i] = larger(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], 8));
-        if (ALIGN == MX_CHUNK) pair[i] = larger(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], 16));
-    }
-    if (ALIGN == MX_CHUNK) {  // a chunk is two warps
-        if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-        __syncthreads();
-        keep_larger(pair, of_warp[warp ^ 1][lane % 8]);
-    }
-
-    // Scales: each lane of a block writes those of half of its columns to shared memory. The thread block then stores
-    // all.
-    float factor[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const uint32_t s = scale_of_column(pair, i, rounding_bias);
-        factor[i] = mx_scale_inverse(s);
-        if (lane / 8 % 2 == i / 4)
-            ((uint8_t*)&scales[lane % 8 * 8 + i])[2 * warp + lane / 16] = (uint8_t)(inside ? s : 0);
-    }
-    __syncthreads();
-    if (threadIdx.x < WARP_COLUMNS && first + threadIdx.x < columns)
-        *(uint2*)(scale + (matrix * columns + first + threadIdx.x) * stride + blockIdx.y * 8) = scales[threadIdx.x];
-
-    // Quantize, and write transposed.
-    if (!inside) return;
-    uint2 bytes[PATCH_ROWS];
-    quantize_patch(bytes, p, factor);
-    store_turned(q + (matrix * columns + c) * rows + r, rows, bytes);
-}
 
 // mx_quantize_tiles. A thread block takes a tile of 128 x 128, with 2 x 2 warps.
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
@@ -95,41 +41,6 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
 #pragma unroll
     for (int i = 0; i < PATCH_ROWS; i++) *(uint2*)(q + (matrix * rows + r + i) * columns + c) = bytes[i];
     store_turned(q_transposed + (matrix * columns + c) * rows + r, rows, bytes);
-}
-
-// mx_round_columns. A warp takes a chunk of CHUNK rows x 256 columns, 8 columns per lane. Groups start at multiples of
-// 128, so a chunk never spans two groups. The second read of the chunk comes from the caches.
-template <int CHUNK>
-static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    round_columns_kernel(floatX* x, const int64_t* used, int64_t columns, uint32_t rounding_bias) {
-    wait_for_previous();
-
-    // Position of this lane's 8 columns.
-    const int64_t c = (blockIdx.y * (int64_t)32 + threadIdx.x % 32) * 8;
-    const int64_t row = (blockIdx.x * (int64_t)ROW_WARPS + threadIdx.x / 32) * CHUNK;
-    if (row >= *used || c >= columns) return;
-    floatX* top = x + row * columns + c;
-
-    // Column amax and scale.
-    uint32_t pair[4] = {};
-#pragma unroll 8
-    for (int i = 0; i < CHUNK; i++) {
-        const uint4 p = *(const uint4*)(top + i * columns);
-        keep_larger(pair, magnitudes(p));
-    }
-    uint32_t s[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, rounding_bias);
-
-#pragma unroll 8
-    for (int i = 0; i < CHUNK; i++) {
-        // Fake-quantize every element.
-        float f[8];
-        load(f, top + i * columns);
-#pragma unroll
-        for (int j = 0; j < 8; j++) f[j] = value_of(f[j], s[j]);
-        store(top + i * columns, f);
-    }
 }
 
 // Sources of channels_kernel and both_kernel, which load a lane's patch: bf16 rows, or MXFP8 rows dequantized to bf16

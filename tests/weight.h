@@ -2,7 +2,7 @@
 #ifndef TESTS_WEIGHT_H
 #define TESTS_WEIGHT_H
 
-#include "mx/linear.h"
+#include "linear/linear.h"
 
 // `count` matrices (OC, IC), not quantized. Their gradients are added to `grad`.
 static inline Weight plain_weight(const floatX* w, real* grad, int64_t count, int64_t OC, int64_t IC) {

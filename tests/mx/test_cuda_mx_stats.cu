@@ -8,9 +8,9 @@ static void test_stats(void) {
         const int64_t rows = 3001, columns = 1376;
         X x(rows * columns);
         set_wild(x, 1);
-        MxStats first = {1, 2, 3, 4, 5, 6}, want = first, got, again;
-        MxStats* dev = (MxStats*)device_alloc(sizeof(MxStats), "a test");
-        auto run = [&](MxStats* out) {
+        QuantizationStats first = {1, 2, 3, 4, 5, 6}, want = first, got, again;
+        QuantizationStats* dev = (QuantizationStats*)device_alloc(sizeof(QuantizationStats), "a test");
+        auto run = [&](QuantizationStats* out) {
             device_upload(dev, &first, sizeof(first), ctx);
             mx_stats(dev, x.dev, NULL, 1, rows, columns, recipe, ctx);
             device_download(out, dev, sizeof(*out), ctx);
@@ -45,8 +45,8 @@ static void test_stats_tiles(void) {
             scales[(size_t)scale.n / 2] = MX_NAN;  // its tile is left out
             scale.send(scales);
             // Both sides add to the same statistics.
-            MxStats want = {1, 2, 3, 4, 5, 6}, got;
-            MxStats* dev = (MxStats*)device_alloc(sizeof(MxStats), "a test");
+            QuantizationStats want = {1, 2, 3, 4, 5, 6}, got;
+            QuantizationStats* dev = (QuantizationStats*)device_alloc(sizeof(QuantizationStats), "a test");
             device_upload(dev, &want, sizeof(want), ctx);
             mx_stats(dev, w.dev, scale.dev, m[0], m[1], m[2], {mode, 128}, ctx);
             device_download(&got, dev, sizeof(got), ctx);

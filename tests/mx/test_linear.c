@@ -11,7 +11,7 @@
 // GEMMs: 4e-4 and 4e-3 as above.
 // A skipped quantization is 2.6e-2 of a GEMM's norm, a wrong scale more.
 #include "model/block.h"
-#include "mx/linear.h"
+#include "linear/linear.h"
 #include "tests/model.h"
 #include "tests/mx.h"
 #include "tests/weight.h"
@@ -189,9 +189,9 @@ static void run(int dgrad, const double* x, double* ref, const Weight* w, int64_
 
 // Statistics of a tensor quantized in tiles, against sums over its elements and their dequantized values (float32:
 // 1e-6).
-static void compare_stats(const MxStats* got, const double* x, int64_t rows, int64_t columns, int64_t tile_rows,
+static void compare_stats(const QuantizationStats* got, const double* x, int64_t rows, int64_t columns, int64_t tile_rows,
                           Way way, const char* name) {
-    MxStats want = {0, 0, 0, 0, 0, 0};
+    QuantizationStats want = {0, 0, 0, 0, 0, 0};
     double* c = copy_of(x, rows * columns);
     fake_quantize(c, rows, columns, tile_rows, way.fast ? 128 : 32, way.mode);
     for (int64_t i = 0; i < rows * columns; i++) {
@@ -222,8 +222,8 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     fill_with_nan(arena.memory, arena_bytes(&arena), ctx);
     weight_quantize(&weight, ctx);
     linear_batch(&gemms, 0, N, ctx);
-    MxStats stats[WEIGHT_STATS];
-    weight.stats = (MxStats*)device_alloc(sizeof(stats), "statistics");
+    QuantizationStats stats[WEIGHT_STATS];
+    weight.stats = (QuantizationStats*)device_alloc(sizeof(stats), "statistics");
     device_zero(weight.stats, sizeof(stats), ctx);
     // Forward and dgrad.
     char name[120];

@@ -316,7 +316,7 @@ static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, Precis
 typedef struct Block {
     real* out[OUTPUTS];
     int32_t* expert;  // (N, K)
-    MxStats stats[MEASURED];
+    QuantizationStats stats[MEASURED];
 } Block;
 
 static Format format_of(int bytes, Precision p) {
@@ -391,7 +391,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     // Forward and backward.
     MoeSaved saved;
     Block b;
-    MxStats* stats = (MxStats*)device_room(sizeof(b.stats));
+    QuantizationStats* stats = (QuantizationStats*)device_room(sizeof(b.stats));
     if (measured) w13.stats = stats, w2.stats = stats + WEIGHT_STATS;
     const BalanceCounts no_counts = {NULL, NULL};
     moe_forward(y, x, w, &saved, no_counts, s, dispatch, pool, ctx);
@@ -552,9 +552,9 @@ static void test_noise(void) {
 
 // Statistics of the quantization of `count` matrices in tiles, element by element. `alone` has a scale for each block
 // of 32.
-static MxStats oracle_stats(const double* x, int64_t count, int64_t rows, int64_t columns, int64_t tile_rows,
+static QuantizationStats oracle_stats(const double* x, int64_t count, int64_t rows, int64_t columns, int64_t tile_rows,
                             int64_t along, MxScale mode) {
-    MxStats s = {0, 0, 0, 0, 0, 0};
+    QuantizationStats s = {0, 0, 0, 0, 0, 0};
     double* alone = copy_of(x, count * rows * columns);
     fake_quantize(alone, count * rows, columns, 1, 32, mode);
     for (int64_t m = 0; m < count; m++)
@@ -596,7 +596,7 @@ static void test_stats(void) {
                   output_names[i]);
         CHECK(!memcmp(b.stats, again.stats, sizeof(b.stats)), "%d: other statistics with recompute", bits);
         // The expected statistics.
-        MxStats want[MEASURED];
+        QuantizationStats want[MEASURED];
         memset(want, 0, sizeof(want));
         want[OF_X] = oracle_stats(in.x, 1, N, d.C, 1, along, mode);
         want[OF_DY] = oracle_stats(in.dy, 1, N, d.C, 1, along, mode);
@@ -605,7 +605,7 @@ static void test_stats(void) {
         want[OF_ACT].elements = (double)(N * K * d.F);
         want[OF_DH].elements = (double)(2 * N * K * d.F);
         for (int i = 0; i < MEASURED; i++) {
-            const MxStats *got = &b.stats[i], *w = &want[i];
+            const QuantizationStats *got = &b.stats[i], *w = &want[i];
             const char* name = measured_names[i];
             int of_tokens = i == OF_X || i == OF_DY;
             if (!p.expert && !of_tokens) {

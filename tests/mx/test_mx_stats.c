@@ -3,12 +3,12 @@
 
 #include "tests/mx/mx_bytes.h"
 
-static MxStats stats_of(const real* x, int64_t rows, int64_t columns, MxRecipe recipe) {
-    MxStats stats = {1, 2, 3, 4, 5, 6};  // added to
+static QuantizationStats stats_of(const real* x, int64_t rows, int64_t columns, MxRecipe recipe) {
+    QuantizationStats stats = {1, 2, 3, 4, 5, 6};  // added to
     Ctx* ctx = ctx_create(0);
     mx_stats(&stats, x, NULL, 1, rows, columns, recipe, ctx);
     ctx_destroy(ctx);
-    return (MxStats){stats.elements - 1, stats.saturated - 2, stats.flushed - 3,
+    return (QuantizationStats){stats.elements - 1, stats.saturated - 2, stats.flushed - 3,
                      stats.inexact - 4,  stats.signal - 5,    stats.noise - 6};
 }
 
@@ -18,7 +18,7 @@ static void test_stats(void) {
     for (int broken = 0; broken < 2; broken++) {
         real* x = filled(256, 0);
         x[0] = 16384, x[1] = 16385, x[40] = 0x1p-5, x[70] = 1.25, x[200] = broken ? INFINITY : 1;
-        MxStats s = stats_of(x, 1, 256, (MxRecipe){MX_RCEIL, 128});
+        QuantizationStats s = stats_of(x, 1, 256, (MxRecipe){MX_RCEIL, 128});
         double exact = 1 - broken, signal = 0x1p28 + 16385.0 * 16385.0 + 0x1p-10 + 1.5625 + exact;
         CHECK(s.elements == 4 + exact && s.saturated == 0 && s.flushed == 1 && s.inexact == 1, "%g %g %g %g",
               s.elements, s.saturated, s.flushed, s.inexact);
@@ -29,13 +29,13 @@ static void test_stats(void) {
     // FLOOR: 448 is in range, 480 is not.
     real* x = filled(32, 1.75);
     x[3] = -1.875;
-    MxStats s = stats_of(x, 1, 32, (MxRecipe){MX_FLOOR, 1});
+    QuantizationStats s = stats_of(x, 1, 32, (MxRecipe){MX_FLOOR, 1});
     CHECK(s.saturated == 1 && fabs(s.noise - 0x1p-6) < 1e-12, "%g saturated, noise %g", s.saturated, s.noise);
     for (int i = 0; i < COUNT(recipes); i++) {
         x = wild_tensor(64, 352, 80);
         x[5] = NAN;
         s = stats_of(x, 64, 352, recipes[i]);
-        MxStats want = {0, 0, 0, 0, 0, 0};
+        QuantizationStats want = {0, 0, 0, 0, 0, 0};
         uint8_t *q = kept_bytes(64 * 352), *scale = kept_bytes(64 * 16), *q1 = kept_bytes(64 * 352);
         uint8_t* scale1 = kept_bytes(64 * 16);
         oracle_quantize(q, scale, x, 64, 352, recipes[i]);
@@ -71,7 +71,7 @@ static void test_stats_tiles(void) {
         uint8_t *scale = kept_bytes(m[0] * tr * tc), *q = kept_bytes(n), *alone = kept_bytes(m[0] * rows * 16);
         oracle_quantize(q, alone, w, m[0] * rows, columns, (MxRecipe){mode, 1});
         // The sums over the elements.
-        MxStats want = {1, 2, 3, 4, 5, 6}, got = want;
+        QuantizationStats want = {1, 2, 3, 4, 5, 6}, got = want;
         int64_t broken = 0;
         for (int64_t j = 0; j < n; j++) {
             int64_t e = j / (rows * columns), r = j / columns % rows, c = j % columns, r0 = r / 128 * 128;

@@ -1,0 +1,60 @@
+// Number formats of GEMM operands. A format is floatX (NULL) or a row of the table in mx/formats.c. A quantized operand
+// is in one of two forms:
+//
+//   values   floatX, each element rounded to the format (fake quantization). Every GPU can multiply them.
+//   packed   the format's own bytes: elements, and a scale for each block of elements. A GEMM that reads them is
+//   faster.
+//            Dispatch and combine send them.
+//
+// A new format is a file of functions in mx/ and a row of that table. Blocks run along the contraction of a GEMM.
+#pragma once
+
+#include "grouped/experts.h"
+
+typedef struct Format Format;
+typedef struct PackedGemms PackedGemms;
+struct Weight;
+
+// Widths of quantized operands are multiples of this.
+enum { FORMAT_BLOCK = 32 };
+
+// The packed form: elements and scales.
+typedef struct Packed {
+    uint8_t *q, *scale;
+} Packed;
+
+// Sums over the elements of quantized tensors (--mx-stats). A value is an element after quantization.
+typedef struct QuantizationStats {
+    double elements;       // x != 0
+    double saturated;      // larger than the format's largest value
+    double flushed;        // x != 0, value 0
+    double inexact;        // value differs from that with a scale of its own for each block
+    double signal, noise;  // sums of x^2 and (x - value)^2: SNR = 10 log10(signal / noise) dB
+} QuantizationStats;
+
+struct Format {
+    const char* name;
+    int32_t scale_rule, align;  // of the functions below: how a scale is rounded, and the elements that share it
+
+    // Fake quantization, in place or not: in blocks along the rows of x (rows, columns); in blocks down the columns of
+    // each group of x (capacity, columns), or of all rows if the groups have no starts (NULL).
+    void (*round_rows)(const Format* format, floatX* out, const floatX* x, int64_t rows, int64_t columns, Ctx* ctx);
+    void (*round_columns)(const Format* format, floatX* out, const floatX* x, Ragged groups, int64_t columns, Ctx* ctx);
+    // Both copies of a weight w (count, OC, IC): for forward, in blocks along IC; for dgrad, along OC, transposed to
+    // (count, IC, OC).
+    void (*round_weight)(const Format* format, floatX* forward, floatX* back, const floatX* w, int64_t count,
+                         int64_t OC, int64_t IC, Ctx* ctx);
+    // *stats += statistics of x (count, rows, columns). scale: of a packed weight; NULL: x is quantized along its rows.
+    void (*measure)(const Format* format, QuantizationStats* stats, const floatX* x, const uint8_t* scale,
+                    int64_t count, int64_t rows, int64_t columns, Ctx* ctx);
+
+    // Packs rows, and unpacks them: x =, or += with accumulate 1. NULL: the format has no packed form.
+    int64_t (*scale_bytes)(int64_t columns);  // of a row
+    void (*pack)(const Format* format, Packed out, const floatX* x, int64_t rows, int64_t columns, Ctx* ctx);
+    void (*unpack)(floatX* x, Packed from, int64_t rows, int64_t columns, int accumulate, Ctx* ctx);
+
+    const PackedGemms* gemms;  // that read the packed form; NULL: GEMMs read values
+};
+
+// The format if GEMMs read its packed form, else NULL.
+static inline const Format* format_packed(const Format* f) { return f && f->gemms ? f : NULL; }

@@ -1,0 +1,54 @@
+#include "linear/rows.h"
+
+#include "device/check.h"
+
+void rows_plan(Arena* a, const char* name, Rows* rows, int values, const Format* packed, int64_t count,
+               int64_t columns) {
+    *rows = rows_of_values(NULL, count, columns);
+    if (values) ARENA(a, name, ELEMENT_X, count * columns, 1, &rows->value);
+    if (!packed) return;
+    ARENA(a, name, ELEMENT_BYTE, count * columns, 1, &rows->bytes.q);
+    ARENA(a, name, ELEMENT_BYTE, count * packed->scale_bytes(columns), 1, &rows->bytes.scale);
+}
+
+Rows rows_as(Rows out, Rows x, const Format* format, Ctx* ctx) {
+    const int packed = format_packed(format) != NULL;
+    if (x.format == format && x.packed == packed) return x;
+
+    // Packed rows become values of their format. A GEMM that reads another packed form is a caller's error.
+    out.format = x.packed ? x.format : format;
+    out.packed = !x.packed && packed;
+    out.by_token = x.by_token;
+    if (x.packed) {
+        ASSERT(!packed);
+        x.format->unpack(out.value, x.bytes, x.count, x.columns, 0, ctx);
+    } else if (!format || x.format) {
+        return x;  // values, and what was rounded once is not rounded again
+    } else if (packed) {
+        format->pack(format, out.bytes, x.value, x.count, x.columns, ctx);
+    } else {
+        format->round_rows(format, out.value, x.value, x.count, x.columns, ctx);
+    }
+    return out;
+}
+
+Rows rows_pack(Rows out, Rows x, const Format* format, Ctx* ctx) {
+    if (!format) return x;
+    format->pack(format, out.bytes, x.value, x.count, x.columns, ctx);
+    out.format = format;
+    out.packed = 1;
+    return out;
+}
+
+Rows rows_permute(Rows out, Rows tokens, Ragged r, Ctx* ctx) {
+    out.columns = tokens.columns;
+    out.format = tokens.format;
+    out.packed = tokens.packed;
+    if (!tokens.packed) {
+        permute_rows(out.value, tokens.value, r, (size_t)tokens.columns * sizeof(floatX), ctx);
+    } else {
+        permute_rows(out.bytes.q, tokens.bytes.q, r, (size_t)tokens.columns, ctx);
+        permute_rows(out.bytes.scale, tokens.bytes.scale, r, (size_t)tokens.format->scale_bytes(tokens.columns), ctx);
+    }
+    return out;
+}

@@ -1,0 +1,33 @@
+// Rows: a matrix (count, columns) in floatX, or in a quantized format (linear/format.h). The format is a field of the
+// tensor. GEMMs, permutation and communication read it, so the code between them is the same for every precision.
+#pragma once
+
+#include "device/arena.h"
+#include "linear/format.h"
+
+typedef struct Rows {
+    int64_t count, columns;
+    const Format* format;  // NULL: floatX
+    int32_t packed;        // 1: the data is in `bytes`, 0: in `value`
+    int32_t by_token;      // 1: a row for each token, 0: sorted by expert (grouped/permute.h)
+    int32_t by_column;     // 1: packed for wgrad, along the tokens (linear/packed.h)
+    floatX* value;
+    Packed bytes;
+} Rows;
+
+static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t columns) {
+    Rows rows = {count, columns, NULL, 0, 0, 0, (floatX*)x, {NULL, NULL}};
+    return rows;
+}
+
+// Registers buffers of (count, columns) in the arena: of values, and of the packed form of a format (NULL: none).
+void rows_plan(Arena* arena, const char* name, Rows* rows, int values, const Format* packed, int64_t count,
+               int64_t columns);
+
+// x in `format` as GEMMs read it: x itself if it is so already, else in out's buffers.
+Rows rows_as(Rows out, Rows x, const Format* format, Ctx* ctx);
+// x packed in `format`, to be sent: x itself if the format is floatX, else in out's buffers.
+Rows rows_pack(Rows out, Rows x, const Format* format, Ctx* ctx);
+
+// The rows of the ragged buffer from their tokens, in the form of the tokens, in out's buffers. Pad rows are zeros.
+Rows rows_permute(Rows out, Rows tokens, Ragged ragged, Ctx* ctx);
