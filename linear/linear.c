@@ -157,31 +157,29 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
 }
 
 // x (N, columns) as wgrad reads it: itself, or rounded along the tokens into `to`.
-static const floatX* wgrad_values(Rows to, const floatX* x, int64_t columns, const Weight* w, int64_t N, Ctx* ctx) {
+static const floatX* wgrad_values(const floatX* x, const Rows* to, int64_t columns, const Format* wgrad, int64_t N,
+                                  Ctx* ctx) {
     const Ragged all = {.El = 1, .capacity = N};
-    if (!w->wgrad) return x;
-    w->wgrad->round_columns(w->wgrad, to.value, x, all, columns, ctx);
-    return to.value;
+    if (!wgrad) return x;
+    wgrad->round_columns(wgrad, to->value, x, all, columns, ctx);
+    return to->value;
 }
 
 void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx) {
-    int packed = 0;
-    // dW = dy^T x. Products of packed operands move to the front of the list, and follow together.
+    const Weight* packed = NULL;  // one of those whose wgrad is packed
     for (LinearGradient* p = products; p < products + count; p++) {
         const Weight* w = p->weight;
         measure_weight(w, ctx);
         if (format_packed(w->wgrad)) {
-            products[packed++] = *p;
+            packed = w;
             continue;
         }
-        matmul_wgrad(w->grad, wgrad_values(w->workspace->dy, p->dy, w->OC, w, N, ctx),
-                     wgrad_values(w->workspace->x, p->x, w->IC, w, N, ctx), N, w->IC, w->OC, w->accumulate, ctx);
+        // dW = dy^T x
+        matmul_wgrad(w->grad, wgrad_values(p->dy, &w->workspace->dy, w->OC, w->wgrad, N, ctx),
+                     wgrad_values(p->x, &w->workspace->x, w->IC, w->wgrad, N, ctx), N, w->IC, w->OC, w->accumulate,
+                     ctx);
     }
-
-    if (!packed) return;
-    const Weight* w = products->weight;
-    w->wgrad->gemms->wgrads(products, packed, N, tokens_of(w, N), ctx);
-    w->workspace->dy_used = 0;
+    if (packed) packed->wgrad->gemms->wgrads(products, count, N, tokens_of(packed, N), ctx);
 }
 
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {

@@ -24,7 +24,7 @@ struct PackedGemms {
     void (*grouped_wgrad)(const Weight* weight, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged ragged,
                           Ctx* ctx);
     // Of linear_: dy packed for dgrad (in out) and for wgrad in one pass, also with the backward of SwiGLU before it
-    // (0: not at this width); then the products.
+    // (0: not at this width); then dW of those products whose wgrad is packed.
     void (*pack_both)(LinearGradient* product, Packed out, int64_t N, Ragged tokens, Ctx* ctx);
     int (*swiglu_backward_both)(LinearGradient* product, Packed out, floatX* a, const floatX* da, const floatX* h,
                                 int64_t N, Ragged tokens, Ctx* ctx);

@@ -110,26 +110,30 @@ static int swiglu_backward_both(LinearGradient* product, Packed out, floatX* a, 
 }
 
 static void wgrads(LinearGradient* products, int count, int64_t N, Ragged tokens, Ctx* ctx) {
-    GemmWorkspace* workspace = products->weight->workspace;
     const int64_t length = mx_channel_length(N, 1, BACKEND);
-    const int accumulate = products->weight->accumulate;
+    GemmWorkspace* workspace = products->weight->workspace;
     MxMatrix matrices[MX_MATRICES];
+    int n = 0, accumulate = 0;
     int64_t of_x = 0;  // the next free channel of the shared x
-    ASSERT(count <= MX_MATRICES);
-    for (int i = 0; i < count; i++) {
-        LinearGradient* p = &products[i];
+    for (LinearGradient* p = products; p < products + count; p++) {
         const Weight* w = p->weight;
+        if (!format_packed(w->wgrad)) continue;
+        ASSERT(n < MX_MATRICES && (n == 0 || w->accumulate == accumulate));
+        accumulate = w->accumulate;
+
+        // dy is packed already if dgrad has done it.
         const int packed = p->quantized_dy > 0;
         const MxBytes dy = place_of_dy(p, length), x = mx_from_channel(workspace->x.bytes, of_x, length);
-        const MxRecipe of_dy = {w->wgrad->scale_rule, MX_CHUNK}, of_run = {w->wgrad->scale_rule, MX_RUN};
-        ASSERT(w->accumulate == accumulate);
-        if (!packed) mx_quantize_channels(dy, p->dy, length, tokens, w->OC, of_dy, ctx);
-        mx_quantize_channels(x, p->x, length, tokens, w->IC, of_run, ctx);
+        const MxRecipe chunks = {w->wgrad->scale_rule, MX_CHUNK}, runs = {w->wgrad->scale_rule, MX_RUN};
+        if (!packed) mx_quantize_channels(dy, p->dy, length, tokens, w->OC, chunks, ctx);
+        mx_quantize_channels(x, p->x, length, tokens, w->IC, runs, ctx);
         const MxMatrix matrix = {w->grad, w->OC, w->IC, p->quantized_dy - 1, of_x};
-        matrices[i] = matrix;
+        matrices[n++] = matrix;
         of_x += w->IC;
+        p->quantized_dy = 0;
     }
-    gemm_mx_wgrads(matrices, count, workspace->dy.bytes, workspace->x.bytes, length, tokens, accumulate, ctx);
+    gemm_mx_wgrads(matrices, n, workspace->dy.bytes, workspace->x.bytes, length, tokens, accumulate, ctx);
+    workspace->dy_used = 0;
 }
 
 const PackedGemms mxfp8_gemms = {mx_check,      weight_scales,          pack_weight, gemm,

@@ -3,6 +3,7 @@
 #define TESTS_WEIGHT_H
 
 #include "linear/linear.h"
+#include "mx/formats.h"
 
 // `count` matrices (OC, IC), not quantized. Their gradients are added to `grad`.
 static inline Weight plain_weight(const floatX* w, real* grad, int64_t count, int64_t OC, int64_t IC) {

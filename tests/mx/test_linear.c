@@ -1,4 +1,4 @@
-// Dense GEMMs in MXFP8 (mx/linear.h) against float64 with its own quantization (tests/mx.h): first single GEMMs, then
+// Dense GEMMs in MXFP8 (linear/linear.h) against float64 with its own quantization (tests/mx.h): first single GEMMs, then
 // those of whole models, on the model's own buffers. Operands are the same numbers on both sides. So quantized values
 // agree to the bit, and only sums differ:
 //   double  1e-16 for each term of a sum: below 1e-15. Allowed: 1e-14
@@ -10,8 +10,8 @@
 // than 2^-23 of its sum, which makes 1.1e-5 if all sums were as large as the last. Allowed: 1e-5 of the norm. Fast
 // GEMMs: 4e-4 and 4e-3 as above.
 // A skipped quantization is 2.6e-2 of a GEMM's norm, a wrong scale more.
-#include "model/block.h"
 #include "linear/linear.h"
+#include "model/block.h"
 #include "tests/model.h"
 #include "tests/mx.h"
 #include "tests/weight.h"
@@ -27,6 +27,8 @@ typedef struct Way {
     int fast;
     MxScale mode;
 } Way;
+
+static const Format* format_of(Way way) { return format_of_id(way.fast ? FORMAT_MXFP8 : FORMAT_MXFP8_EXACT, way.mode); }
 
 static double* numbers(int64_t n) { return (double*)host_alloc((size_t)n * sizeof(double)); }
 
@@ -176,12 +178,13 @@ static void run(int dgrad, const double* x, double* ref, const Weight* w, int64_
                 const char* name) {
     floatX *in = send(x, N * width_x), *out = (floatX*)device_alloc((size_t)(N * width + BEHIND) * sizeof(floatX), "y");
     fill_with_nan(out, (size_t)(N * width + BEHIND) * sizeof(floatX), ctx);
+    LinearGradient product = {w, in, NULL, 0};
     if (dgrad)
-        linear_dgrad(out, in, w, N, 0, ctx);
+        linear_dgrad(out, &product, N, 0, ctx);
     else
         linear_forward(out, in, w, N, ctx);
     double* got = fetch(out, N * width + BEHIND, ctx);
-    compare(got, ref, N, width, w->format.recipe.align == 128, name);
+    compare(got, ref, N, width, format_packed(w->format) != NULL, name);
     for (int64_t i = N * width; i < N * width + BEHIND; i++) CHECK(isnan(got[i]), "%s: wrote behind its output", name);
     free(got);
     device_free(in), device_free(out);
@@ -213,7 +216,7 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     memset(&gemms, 0, sizeof(gemms));
     Weight weight = plain_weight(wx, (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW"), 1, OC, IC);
     weight.workspace = &gemms;
-    weight.format.quantized = 1, weight.format.recipe.scale = way.mode, weight.format.recipe.align = way.fast ? 128 : 1;
+    weight.format = format_of(way);
     Arena arena;
     arena_init(&arena, "a test", BACKEND);
     weight_plan(&arena, &weight, 1);
@@ -237,7 +240,7 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     }
     // Statistics.
     floatX *x_there = send(x, N * IC), *dy_there = send(dy, N * OC);
-    const LinearGradient gradient = {&weight, dy_there, x_there};
+    LinearGradient gradient = {&weight, dy_there, x_there, 0};
     linear_wgrads(&gradient, 1, N, ctx);  // also adds the statistics of W
     device_download(stats, weight.stats, sizeof(stats), ctx);
     device_free(x_there), device_free(dy_there), device_free(weight.grad);
@@ -269,13 +272,11 @@ static void check_gradients(int64_t N, Way way) {
         fill_with_nan(weights[i].grad, (size_t)n * sizeof(real), ctx);
         weights[i].accumulate = 0, weights[i].workspace = &gemms;
         if (i != 2) {
-            weights[i].format.quantized = 1, weights[i].format.recipe.scale = way.mode;
-            weights[i].format.recipe.align = way.fast ? 128 : 1;
-            weights[i].wgrad = weights[i].format;
+            weights[i].format = weights[i].wgrad = format_of(way);
             gemms.of_dy += OC, gemms.of_x += IC;
         }
         weight_plan(&arena, &weights[i], 1);
-        const LinearGradient gradient = {&weights[i], send(dy[i], N * OC), send(x[i], N * IC)};
+        const LinearGradient gradient = {&weights[i], send(dy[i], N * OC), send(x[i], N * IC), 0};
         list[i] = gradient;
     }
     linear_plan(&arena, &gemms, 700, 2);
@@ -483,7 +484,7 @@ static void test_casts_are_read(void) {
             for (int64_t l = 0; l < m->config.L; l++) {
                 const Unit* u = unit_begin(m, (int)l + 1, -1);
                 for (int k = 0; k < PARAMS; k++)
-                    if (u->w[k].format.quantized)
+                    if (u->w[k].format)
                         fill_with_nan((void*)u->w[k].w, (size_t)(u->w[k].OC * u->w[k].IC) * sizeof(floatX), m->ctx);
                 unit_end(m, (int)l + 1);
             }

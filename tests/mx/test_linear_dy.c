@@ -1,4 +1,4 @@
-// The dy that linear_dgrad quantizes for the next linear_wgrads (mx/linear.h). The gradients must have the same bits as
+// The dy that linear_dgrad quantizes for the next linear_wgrads (linear/linear.h). The gradients must have the same bits as
 // with a dy that linear_wgrads quantizes itself.
 #include <string.h>
 
@@ -35,8 +35,7 @@ static void fast_weights(FastWeights* f) {
         real* dw = (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW");
         f->w[i] = plain_weight(random_values(OC * IC, 60 + (uint32_t)i), dw, 1, OC, IC);
         f->w[i].accumulate = 0, f->w[i].workspace = &f->workspace;
-        f->w[i].format.quantized = 1, f->w[i].format.recipe.align = 128;
-        f->w[i].wgrad = f->w[i].format;
+        f->w[i].format = f->w[i].wgrad = format_of_id(FORMAT_MXFP8, MX_RCEIL);
         f->workspace.of_dy += OC, f->workspace.of_x += IC;
         weight_plan(&f->arena, &f->w[i], 1);
     }
@@ -46,17 +45,13 @@ static void fast_weights(FastWeights* f) {
     f->dx = (floatX*)device_alloc((size_t)(300 * 160) * sizeof(floatX), "dx");
 }
 
-// Runs linear_wgrads on N tokens. Returns the gradients, one behind the other.
-static real* gradients_of(FastWeights* f, floatX* const* dy, floatX* const* x, int64_t N) {
-    LinearGradient list[FAST];
+// Writes NaN to the gradients, and runs linear_wgrads on N tokens. Returns the gradients, one behind the other.
+static real* gradients_of(FastWeights* f, LinearGradient* products, int64_t N) {
     int64_t at = 0;
     real* got = (real*)host_alloc((size_t)(3 * 160 * 160) * sizeof(real));
-    for (int i = 0; i < FAST; i++) {
-        const LinearGradient gradient = {&f->w[i], dy[i], x[i]};
-        list[i] = gradient;
+    for (int i = 0; i < FAST; i++)
         fill_with_nan(f->w[i].grad, (size_t)(f->w[i].OC * f->w[i].IC) * sizeof(real), ctx);
-    }
-    linear_wgrads(list, FAST, N, ctx);
+    linear_wgrads(products, FAST, N, ctx);
     for (int i = 0; i < FAST; i++) {
         const int64_t n = f->w[i].OC * f->w[i].IC;
         device_download(got + at, f->w[i].grad, (size_t)n * sizeof(real), ctx);
@@ -83,36 +78,33 @@ static void test_dy_of_dgrad(void) {
         other[i] = i == 2 ? other[0] : random_values(300 * f.w[i].OC, 71);
         x[i] = random_values(300 * f.w[i].IC, 80 + (uint32_t)i);
     }
+    LinearGradient products[FAST], others[FAST];
+    for (int i = 0; i < FAST; i++) {
+        const LinearGradient product = {&f.w[i], dy[i], x[i], 0}, of_other = {&f.w[i], other[i], x[i], 0};
+        products[i] = product, others[i] = of_other;
+    }
     linear_batch(&f.workspace, 0, 300, ctx);
-    real *want = gradients_of(&f, dy, x, 300), *want_other = gradients_of(&f, other, x, 300);
+    real *want = gradients_of(&f, products, 300), *want_other = gradients_of(&f, others, 300);
 
     // dgrad in another order than the list of gradients, and not for all of them.
-    linear_dgrad(f.dx, dy[2], &f.w[2], 300, 0, ctx), linear_dgrad(f.dx, dy[0], &f.w[0], 300, 0, ctx);
-    check_same_gradients(gradients_of(&f, dy, x, 300), want, "two of three, in another order");
+    linear_dgrad(f.dx, &products[2], 300, 0, ctx), linear_dgrad(f.dx, &products[0], 300, 0, ctx);
+    check_same_gradients(gradients_of(&f, products, 300), want, "two of three, in another order");
 
     // wgrad reads the quantized dy that dgrad left: dy itself has been overwritten. The next wgrads finds nothing left
     // of this dy and reads the new one.
-    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
+    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, &products[i], 300, 0, ctx);
     for (int i = 0; i < 2; i++) device_copy(dy[i], other[i], (size_t)(300 * f.w[i].OC) * sizeof(floatX), ctx);
-    check_same_gradients(gradients_of(&f, dy, x, 300), want, "left by dgrad");
-    check_same_gradients(gradients_of(&f, dy, x, 300), want_other, "another dy at the same place");
+    check_same_gradients(gradients_of(&f, products, 300), want, "left by dgrad");
+    check_same_gradients(gradients_of(&f, products, 300), want_other, "another dy at the same place");
 
-    // A dy other than that of dgrad is quantized by wgrads itself.
-    for (int i = 0; i < 2; i++) fill_with_nan(dy[i], (size_t)(300 * f.w[i].OC) * sizeof(floatX), ctx);
-    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
-    check_same_gradients(gradients_of(&f, other, x, 300), want_other, "another dy than dgrad's");
-    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
-    for (int i = FAST - 1; i >= 0; i--) linear_dgrad(f.dx, other[i], &f.w[i], 300, 0, ctx);
-    check_same_gradients(gradients_of(&f, other, x, 300), want_other, "the later of two");
-    free(want);
     // Other numbers of tokens.
+    free(want);
     linear_batch(&f.workspace, 0, 129, ctx);
-    want = gradients_of(&f, other, x, 129);
-    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, other[i], &f.w[i], 129, 0, ctx);
-    check_same_gradients(gradients_of(&f, other, x, 129), want, "129 tokens");
-    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, other[i], &f.w[i], 129, 0, ctx);
+    want = gradients_of(&f, others, 129);
+    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, &others[i], 129, 0, ctx);
+    check_same_gradients(gradients_of(&f, others, 129), want, "129 tokens");
     linear_batch(&f.workspace, 0, 300, ctx);
-    check_same_gradients(gradients_of(&f, other, x, 300), want_other, "300 tokens after 129");
+    check_same_gradients(gradients_of(&f, others, 300), want_other, "300 tokens after 129");
 
     for (int i = 0; i < FAST; i++) {
         if (i < 2) device_free(dy[i]), device_free(other[i]);
@@ -135,8 +127,7 @@ static void test_swiglu_backward(void) {
         arena_init(&arena, "a test", BACKEND);
         real *dw = (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW"), *got[2];
         Weight w = plain_weight(random_values(OC * IC, 90), dw, 1, OC, IC);
-        w.accumulate = 0, w.workspace = &workspace, w.format.quantized = 1, w.format.recipe.align = 128,
-        w.wgrad = w.format;
+        w.accumulate = 0, w.workspace = &workspace, w.format = w.wgrad = format_of_id(FORMAT_MXFP8, MX_RCEIL);
         workspace.of_dy = OC, workspace.of_x = IC;
         weight_plan(&arena, &w, 1);
         linear_plan(&arena, &workspace, MOST, 1);
@@ -151,14 +142,14 @@ static void test_swiglu_backward(void) {
         const size_t values = (size_t)(N * (IC + F)) * sizeof(floatX), gradient = (size_t)(OC * IC) * sizeof(real);
         for (int k = 0; k < 2; k++) {
             fill_with_nan(out, (size_t)(N * (IC + OC + F)) * sizeof(floatX), ctx), fill_with_nan(dw, gradient, ctx);
+            LinearGradient product = {&w, dh, x, 0};
             if (k == 0) {
                 swiglu_backward(dh, a, da, h, N, F, ctx);
-                linear_dgrad(dx, dh, &w, N, 0, ctx);
+                linear_dgrad(dx, &product, N, 0, ctx);
             } else {
-                linear_swiglu_backward(dx, dh, a, da, h, &w, N, ctx);
+                linear_swiglu_backward(dx, dh, a, da, h, &product, N, ctx);
             }
-            const LinearGradient list = {&w, dh, x};
-            linear_wgrads(&list, 1, N, ctx);
+            linear_wgrads(&product, 1, N, ctx);
             got[k] = (real*)host_alloc(values + gradient);
             device_download(got[k], dw, gradient, ctx);
             device_download((char*)got[k] + gradient, out, values, ctx);

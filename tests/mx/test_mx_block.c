@@ -319,9 +319,8 @@ typedef struct Block {
     QuantizationStats stats[MEASURED];
 } Block;
 
-static Format format_of(int bytes, Precision p) {
-    Format f = {bytes, {p.scale, p.expert && p.fast ? 128 : 1}};
-    return bytes ? f : FORMAT_FLOATX;
+static const Format* format_of(int quantized, Precision p) {
+    return quantized ? format_of_id(p.expert && p.fast ? FORMAT_MXFP8 : FORMAT_MXFP8_EXACT, p.scale) : NULL;
 }
 
 static MoeShape shape_of(Widths d, Precision p, int recompute) {
@@ -334,10 +333,9 @@ static MoeShape shape_of(Widths d, Precision p, int recompute) {
                   recompute,
                   format_of(p.dispatch, p),
                   format_of(p.expert, p),
-                  FORMAT_FLOATX,
+                  p.combine ? format_of_id(FORMAT_MXFP8_EXACT, p.scale) : NULL,
                   format_of(p.wgrad, p),
                   0};
-    if (p.combine) s.combine.quantized = 1, s.combine.recipe.scale = p.scale, s.combine.recipe.align = 1;
     return s;
 }
 
@@ -381,7 +379,8 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     arena_init(&weights, "a test", BACKEND);
     Weight* experts[2] = {&w13, &w2};
     for (int i = 0; i < 2; i++) {
-        experts[i]->format = format_of(p.expert, p);
+        experts[i]->format = s.expert;
+        experts[i]->wgrad = s.wgrad;
         experts[i]->workspace = &gemms;
         weight_plan(&weights, experts[i], 0);
     }
@@ -553,7 +552,7 @@ static void test_noise(void) {
 // Statistics of the quantization of `count` matrices in tiles, element by element. `alone` has a scale for each block
 // of 32.
 static QuantizationStats oracle_stats(const double* x, int64_t count, int64_t rows, int64_t columns, int64_t tile_rows,
-                            int64_t along, MxScale mode) {
+                                      int64_t along, MxScale mode) {
     QuantizationStats s = {0, 0, 0, 0, 0, 0};
     double* alone = copy_of(x, count * rows * columns);
     fake_quantize(alone, count * rows, columns, 1, 32, mode);

@@ -151,7 +151,7 @@ static void test_align(void) {
     release_all();
 }
 
-// --- Transposed, and tiles ---
+// --- Tiles ---
 
 typedef struct {
     const real* x;
@@ -159,15 +159,6 @@ typedef struct {
     MxRecipe recipe;
     uint8_t *q, *q_transposed, *scale;
 } Matrices;
-
-static void run_transposed(void* arg) {
-    Matrices* m = arg;
-    Ctx* ctx = ctx_create(0);
-    m->q_transposed = poisoned_bytes(m->count * m->rows * m->columns);
-    m->scale = poisoned_bytes(m->count * m->columns * mx_stride(m->rows));
-    mx_quantize_transposed((MxBytes){m->q_transposed, m->scale}, m->x, m->count, m->rows, m->columns, m->recipe, ctx);
-    ctx_destroy(ctx);
-}
 
 static void run_tiles(void* arg) {
     Matrices* m = arg;
@@ -177,26 +168,6 @@ static void run_tiles(void* arg) {
     m->scale = poisoned_bytes(m->count * tiles_of(m->rows) * tiles_of(m->columns));
     mx_quantize_tiles(m->q, m->q_transposed, m->scale, m->x, m->count, m->rows, m->columns, m->recipe.scale, ctx);
     ctx_destroy(ctx);
-}
-
-static void test_transposed(void) {
-    for (int i = 0; i < COUNT(matrices) * COUNT(recipes); i++) {
-        const int64_t* s = matrices[i / COUNT(recipes)];
-        int64_t count = s[0], rows = s[1], columns = s[2], n = count * rows * columns;
-        real *x = wild_tensor(count * rows, columns, 40), *turned = kept_bytes(n * sizeof(real));
-        for (int64_t j = 0; j < n; j += 1 + draw(41, j, 9000)) x[j] = j % 2 ? -(real)INFINITY : NAN;
-        for (int64_t j = 0; j < n; j++) {
-            int64_t m = j / (rows * columns), r = j / columns % rows, c = j % columns;
-            turned[(m * columns + c) * rows + r] = x[j];
-        }
-        Matrices m = {.x = x, .count = count, .rows = rows, .columns = columns, .recipe = recipes[i % COUNT(recipes)]};
-        check_threads(run_transposed, &m);
-        uint8_t *q = kept_bytes(n), *scale = kept_bytes(count * columns * mx_stride(rows));
-        oracle_quantize(q, scale, turned, count * columns, rows, m.recipe);
-        CHECK_BYTES(m.scale, scale, count * columns * mx_stride(rows), "transposed %d, scales", i);
-        CHECK_BYTES(m.q_transposed, q, n, "transposed %d, bytes", i);
-        release_all();
-    }
 }
 
 static void test_tiles(void) {
@@ -306,30 +277,6 @@ static void test_dequantize(void) {
     release_all();
 }
 
-// Rows of two experts with pad rows, and an empty expert between them. Behind the last nothing is read or written.
-static void test_dequantize_rows(void) {
-    enum { N = 5, COLUMNS = 96, CAPACITY = 12 };
-    int64_t start[4] = {0, 4, 4, 10};
-    int32_t counts[3] = {3, 0, 6}, token[CAPACITY] = {4, 0, 2, -1, 0, 1, 2, 3, 4, 2, 99, 99};
-    Ragged r = {.El = 3, .capacity = CAPACITY, .group_start = start, .group_rows = counts, .row_token = token};
-    uint8_t *q = kept_bytes(N * COLUMNS), *scale = kept_bytes(N * mx_stride(COLUMNS));
-    for (int i = 0; i < N * COLUMNS; i++) q[i] = (uint8_t)draw(60, i, 256);
-    for (int i = 0; i < N * mx_stride(COLUMNS); i++) scale[i] = (uint8_t)draw(61, i, 256);
-    real* rows = poisoned(CAPACITY * COLUMNS);
-    Ctx* ctx = ctx_create(0);
-    mx_dequantize_rows(rows, (MxBytes){q, scale}, r, COLUMNS, ctx);
-    for (int i = 0; i < CAPACITY * COLUMNS; i++) {
-        int n = token[i / COLUMNS], c = i % COLUMNS;
-        float got = (float)rows[i], want = NAN;  // behind the last group
-        if (n < 0) want = 0;
-        if (n >= 0 && n < N) want = (float)oracle_value(q[n * COLUMNS + c], scale[n * mx_stride(COLUMNS) + c / 32]);
-        CHECK(isnan(want) ? isnan(got) : !memcmp(&got, &want, 4), "row %d column %d is %g, not %g", i / COLUMNS, c, got,
-              want);
-    }
-    ctx_destroy(ctx);
-    release_all();
-}
-
 // The sum of the old contents and the dequantized value, exactly.
 static void test_dequantize_add(void) {
     enum { ROWS = 7, COLUMNS = 96 };
@@ -348,36 +295,90 @@ static void test_dequantize_add(void) {
     release_all();
 }
 
-// The columns of each group are the oracle's rows, filled up with zeros to whole blocks.
+// --- Fake quantization ---
+
+// Checks n values, `step` apart, against the oracle's quantization of as many elements of x.
+static void check_rounded(const real* got, const real* x, int64_t step, int64_t n, MxRecipe recipe, const char* what) {
+    const int64_t whole = (n + 31) / 32 * 32;
+    real* from = host_alloc(whole * sizeof(real));
+    uint8_t *q = host_alloc(whole), *scale = host_alloc(mx_stride(whole));
+    for (int64_t k = 0; k < whole; k++) from[k] = k < n ? x[k * step] : 0;
+    oracle_quantize(q, scale, from, 1, whole, recipe);
+    for (int64_t k = 0; k < n; k++) {
+        float want = (float)oracle_value(q[k], scale[k / 32]), is = (float)got[k * step];
+        CHECK(isnan(want) ? isnan(is) : is == want, "%s: element %lld is %g, not %g", what, (long long)k, is, want);
+    }
+    free(from), free(q), free(scale);
+}
+
+static real* with_specials(int64_t rows, int64_t columns, uint32_t stream) {
+    real* x = wild_tensor(rows, columns, stream);
+    for (int64_t j = 0; j < rows * columns; j += 1 + draw(stream, j, 9000)) x[j] = j % 2 ? -(real)INFINITY : NAN;
+    return x;
+}
+
+static void test_round_rows(void) {
+    enum { ROWS = 7, COLUMNS = 352 };
+    Ctx* ctx = ctx_create(0);
+    for (int i = 0; i < COUNT(recipes); i++) {
+        real *x = with_specials(ROWS, COLUMNS, 85 + i), *out = poisoned(ROWS * COLUMNS);
+        mx_round_rows(out, x, ROWS, COLUMNS, recipes[i], ctx);
+        for (int r = 0; r < ROWS; r++)
+            check_rounded(out + r * COLUMNS, x + r * COLUMNS, 1, COLUMNS, recipes[i], "a row");
+        mx_round_rows(x, x, ROWS, COLUMNS, recipes[i], ctx);
+        CHECK(!memcmp(x, out, sizeof(real) * ROWS * COLUMNS), "in place the result is another");
+    }
+    ctx_destroy(ctx);
+    release_all();
+}
+
+// The columns of each group, and of all rows as one group. The last blocks are short.
 static void test_round_columns(void) {
     enum { GROUPS = 6, COLUMNS = 64 };
     static const int32_t rows_of[GROUPS] = {1, 0, 32, 127, 300, 45};
     int64_t start[GROUPS + 1] = {0};
     int32_t rows[GROUPS];
     for (int e = 0; e < GROUPS; e++) rows[e] = rows_of[e], start[e + 1] = start[e] + rows[e];
-    Ragged r = {.El = GROUPS, .capacity = start[GROUPS], .group_start = start, .group_rows = rows};
+    const Ragged groups = {.El = GROUPS, .capacity = start[GROUPS], .group_start = start, .group_rows = rows};
+    const Ragged all = {.El = 1, .capacity = start[GROUPS]};
     Ctx* ctx = ctx_create(0);
-    for (int i = 0; i < 4; i++) {
-        real *from = wild_tensor(r.capacity, COLUMNS, 80 + i), *x = poisoned(r.capacity * COLUMNS);
-        memcpy(x, from, sizeof(real) * r.capacity * COLUMNS);
-        mx_round_columns(x, r, COLUMNS, recipes[i], ctx);
+    for (int i = 0; i < COUNT(recipes); i++) {
+        const int64_t n = start[GROUPS] * COLUMNS;
+        real *x = with_specials(start[GROUPS], COLUMNS, 80 + i), *out = poisoned(n);
+        mx_round_columns(out, x, all, COLUMNS, recipes[i], ctx);
+        for (int c = 0; c < COLUMNS; c++)
+            check_rounded(out + c, x + c, COLUMNS, start[GROUPS], recipes[i], "a column of all rows");
+        memcpy(out, x, sizeof(real) * n);
+        mx_round_columns(out, out, groups, COLUMNS, recipes[i], ctx);
         for (int e = 0; e < GROUPS; e++)
-            for (int c = 0; c < COLUMNS; c++) {
-                enum { LONGEST = 320 };
-                real column[LONGEST] = {0};
-                uint8_t q[LONGEST], scale[LONGEST / 32 + 16];
-                int64_t n = (rows[e] + 31) / 32 * 32;
-                for (int64_t k = 0; k < rows[e]; k++) column[k] = from[(start[e] + k) * COLUMNS + c];
-                oracle_quantize(q, scale, column, 1, n, recipes[i]);
-                for (int64_t k = 0; k < rows[e]; k++) {
-                    float want = (float)oracle_value(q[k], scale[k / 32]), got = (float)x[(start[e] + k) * COLUMNS + c];
-                    CHECK(isnan(want) ? isnan(got) : got == want, "group %d, row %lld, column %d is %g, not %g", e,
-                          (long long)k, c, got, want);
-                }
-            }
+            for (int64_t at = start[e] * COLUMNS; at < (start[e] + (rows[e] > 0)) * COLUMNS; at++)
+                check_rounded(out + at, x + at, COLUMNS, rows[e], recipes[i], "a column of a group");
     }
     ctx_destroy(ctx);
     release_all();
+}
+
+// Along the rows, and down the columns with the matrices transposed.
+static void test_round_weight(void) {
+    Ctx* ctx = ctx_create(0);
+    for (int i = 0; i < COUNT(matrices) * 2; i++) {
+        const int64_t *s = matrices[i / 2], count = s[0], rows = s[1], columns = s[2], n = count * rows * columns;
+        const MxRecipe recipe = recipes[i % 2];
+        real *x = with_specials(count * rows, columns, 40), *out = poisoned(n), *turned = poisoned(n);
+        real* back = kept_bytes(n * sizeof(real));
+        mx_round_weight(out, turned, x, count, rows, columns, recipe.scale, ctx);
+        for (int64_t j = 0; j < n; j++) {
+            int64_t m = j / (rows * columns), r = j / columns % rows, c = j % columns;
+            back[j] = turned[(m * columns + c) * rows + r];
+        }
+        for (int64_t r = 0; r < count * rows; r++)
+            check_rounded(out + r * columns, x + r * columns, 1, columns, recipe, "a row of a weight");
+        for (int64_t m = 0; m < count; m++)
+            for (int64_t at = m * rows * columns; at < m * rows * columns + columns; at++)
+                check_rounded(back + at, x + at, columns, rows, recipe, "a column of a weight");
+        release_all();
+    }
+    ctx_destroy(ctx);
 }
 
 static void test_blackwell_offset(void) {
@@ -422,6 +423,7 @@ static void test_golden(void) {
     SafeTensors* st = st_open("tests/golden/mxfp8.safetensors", error, sizeof(error));
     CHECK(st, "%s", error);
     if (!st) return;
+    Ctx* ctx = ctx_create(0);
     for (int input = 0; input < 2; input++) {
         real* x = kept_bytes(ROWS * COLUMNS * sizeof(real));
         snprintf(name, sizeof(name), "%s.x", inputs[input]);
@@ -434,25 +436,30 @@ static void test_golden(void) {
         }
         for (int mode = 0; mode < 2; mode++)
             for (int down = 0; down < 2; down++) {
-                Cast c = {.x = x, .rows = ROWS, .columns = COLUMNS, .recipe = {mode, 1}};
-                Matrices m = {.x = x, .count = 1, .rows = ROWS, .columns = COLUMNS, .recipe = {mode, 1}};
-                if (down)
-                    run_transposed(&m);
-                else
-                    run_quantize(&c);
+                // Along rows: bytes and scales. Down the columns: the values that these stand for.
                 const int64_t blocks = (down ? ROWS : COLUMNS) / 32, rows = down ? COLUMNS : ROWS;
-                const char* along = down ? "columns" : "rows";
-                uint8_t *q = down ? m.q_transposed : c.q, *scale = kept_bytes(rows * blocks);
-                for (int64_t i = 0; i < rows * blocks; i++)
-                    scale[i] = (down ? m.scale : c.scale)[i / blocks * 16 + i % blocks];
-                snprintf(name, sizeof(name), "%s.%s.%s.q", inputs[input], modes[mode], along);
-                uint8_t* want = golden_bytes(st, name, ROWS * COLUMNS);
-                CHECK_BYTES(q, want, ROWS * COLUMNS, "%s", name);
-                snprintf(name, sizeof(name), "%s.%s.%s.scale", inputs[input], modes[mode], along);
-                want = golden_bytes(st, name, rows * blocks);
-                CHECK_BYTES(scale, want, rows * blocks, "%s", name);
+                snprintf(name, sizeof(name), "%s.%s.%s.q", inputs[input], modes[mode], down ? "columns" : "rows");
+                uint8_t* q = golden_bytes(st, name, ROWS * COLUMNS);
+                snprintf(name, sizeof(name), "%s.%s.%s.scale", inputs[input], modes[mode], down ? "columns" : "rows");
+                uint8_t *scales = golden_bytes(st, name, rows * blocks), *scale = kept_bytes(rows * blocks);
+                if (!down) {
+                    Cast c = {.x = x, .rows = ROWS, .columns = COLUMNS, .recipe = {mode, 1}};
+                    run_quantize(&c);
+                    for (int64_t i = 0; i < rows * blocks; i++) scale[i] = c.scale[i / blocks * 16 + i % blocks];
+                    CHECK_BYTES(c.q, q, ROWS * COLUMNS, "%s, bytes", name);
+                    CHECK_BYTES(scale, scales, rows * blocks, "%s", name);
+                    continue;
+                }
+                real *out = poisoned(ROWS * COLUMNS), *turned = poisoned(ROWS * COLUMNS);
+                mx_round_weight(out, turned, x, 1, ROWS, COLUMNS, mode, ctx);
+                for (int64_t i = 0; i < ROWS * COLUMNS; i++) {
+                    float want = (float)oracle_value(q[i], scales[i / 32]), got = (float)turned[i];
+                    CHECK(isnan(want) ? isnan(got) : got == want, "%s: value %d is %g, not %g", name, (int)i, got,
+                          want);
+                }
             }
     }
+    ctx_destroy(ctx);
     st_close(st);
     release_all();
 }
@@ -464,11 +471,11 @@ int main(void) {
     RUN(test_rounding);
     RUN(test_special_values);
     RUN(test_align);
-    RUN(test_transposed);
+    RUN(test_round_weight);
     RUN(test_tiles);
     RUN(test_both);
     RUN(test_dequantize);
-    RUN(test_dequantize_rows);
+    RUN(test_round_rows);
     RUN(test_dequantize_add);
     RUN(test_round_columns);
     RUN(test_blackwell_offset);
