@@ -65,6 +65,7 @@ typedef struct {
     real *x, *w13, *w2, *dout, *w13_before, *w2_before;
     real *out, *dx, *dgate, *dw13, *dw2;
     double *xd, *gated, *w13d, *w2d, *doutd;
+    int given_a;
 } Path;
 
 static void run_path(void* arg) {
@@ -91,6 +92,11 @@ static void run_path(void* arg) {
     permute_rows(dout, p->dout, g, (size_t)C * sizeof(real), ctx);
     grouped_gemm_dgrad(dap, dout, p->w2, g, F, C, ctx);
     experts_swiglu_backward((ExpertsBackward){dh, gated_a, drow_gate, dap, h}, g, F, ctx);
+    if (p->given_a) {
+        experts_swiglu_forward(gated_a, h, g, F, ctx);
+        memset(drow_gate, 0xff, (size_t)rows * sizeof(real));
+        experts_gate_backward((ExpertsBackward){NULL, gated_a, drow_gate, dap, NULL}, g, F, ctx);
+    }
     grouped_gemm_dgrad(dx, dh, p->w13, g, C, 2 * F, ctx);
     unpermute_rows(p->dx, dx, NULL, g, r->N, r->K, C, 0, ctx);
     unpermute_gates(p->dgate, drow_gate, g, r->N, r->K, ctx);
@@ -124,8 +130,9 @@ static double oracle_path(double* out, const Path* p) {
 
 static double path_objective(void* p) { return oracle_path(NULL, p); }
 
-static void check_path(Routing r, int64_t C, int64_t F) {
-    Path p = {.r = &r, .C = C, .F = F, .x = tensor(r.N * C, 1), .dout = tensor(r.N * C, 2)};
+// given_a: the gate's part of the backward runs on its own, from `a` in memory.
+static void check_path(Routing r, int64_t C, int64_t F, int given_a) {
+    Path p = {.r = &r, .C = C, .F = F, .given_a = given_a, .x = tensor(r.N * C, 1), .dout = tensor(r.N * C, 2)};
     int64_t n13 = r.El * 2 * F * C, n2 = r.El * C * F;
     p.w13 = tensor(n13, 3), p.w2 = tensor(n2, 4), p.w13_before = tensor(n13, 5), p.w2_before = tensor(n2, 6);
     for (int64_t i = 0; i < n13; i++) p.w13[i] /= (real)sqrt((double)C);
@@ -145,12 +152,14 @@ static void check_path(Routing r, int64_t C, int64_t F) {
 }
 
 static void test_expert_path(void) {
-    check_path(make_routing(5, 2, 3, 3, 0, RANDOM), 3, 4);
-    check_path(make_routing(1, 3, 4, 8, 2, RANDOM), 5, 3);
-    check_path(make_routing(9, 2, 4, 4, 0, ODD_ONES_EMPTY), 4, 3);
-    check_path(make_routing(130, 1, 3, 3, 0, ONE_TAKES_ALL), 5, 2);
-    check_path(make_routing(129, 3, 5, 8, 1, RANDOM), 24, 17);
-    check_path(make_routing(3, 2, 2, 4, 2, NONE_HELD), 3, 4);
+    for (int given_a = 0; given_a < 2; given_a++) {
+        check_path(make_routing(5, 2, 3, 3, 0, RANDOM), 3, 4, given_a);
+        check_path(make_routing(1, 3, 4, 8, 2, RANDOM), 5, 3, given_a);
+        check_path(make_routing(9, 2, 4, 4, 0, ODD_ONES_EMPTY), 4, 3, given_a);
+        check_path(make_routing(130, 1, 3, 3, 0, ONE_TAKES_ALL), 5, 2, given_a);
+        check_path(make_routing(129, 3, 5, 8, 1, RANDOM), 24, 17, given_a);
+        check_path(make_routing(3, 2, 2, 4, 2, NONE_HELD), 3, 4, given_a);
+    }
 }
 
 int main(void) {
