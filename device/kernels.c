@@ -26,8 +26,7 @@ int kernels_choose(int capability, const char* asked, char** error) {
 char* kernels_without_fast(int capability, int portable) {
     if (capability >= 100 || (capability == 90 && !portable)) return NULL;
     return host_format(
-        "--mx-gemm fast needs %s; --mx-gemm exact (--precision mxfp8-exact) trains with the same rounded values on "
-        "every GPU",
+        "--precision mxfp8 needs %s; --precision mxfp8-exact, on values rounded to MXFP8, trains on every GPU",
         capability == 90 ? "Hopper's kernels: unset TRAIN_MOE_KERNELS"
                          : "tensor cores for MXFP8: compute capability 9.0 (H100, H200) or 10.0 and up (Blackwell)");
 }

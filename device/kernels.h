@@ -8,5 +8,5 @@
 // the value of TRAIN_MOE_KERNELS, NULL if it is not set.
 int kernels_choose(int capability, const char* asked, char** error);
 
-// NULL, or the reason why the GPU has no MXFP8 GEMMs for --mx-gemm fast with these kernels (newly allocated).
+// NULL, or the reason why the GPU has no MXFP8 GEMMs for --precision mxfp8 with these kernels (newly allocated).
 char* kernels_without_fast(int capability, int portable);

@@ -123,7 +123,7 @@ static inline cublasLtMatmulAlgo_t lt_choose(const LtPlan& plan, Ctx* ctx) {
         die(EXIT_FAILED, "cuBLASLt refuses %s GEMM of %lld x %lld x %lld on %s (%s); %s",
             key.scaled ? "an MXFP8" : "a bf16", (long long)key.m, (long long)key.n, (long long)key.k, ctx->name,
             cublasLtGetStatusString(status),
-            key.scaled ? "--mx-gemm exact does without" : "it takes dimensions that are multiples of 8");
+            key.scaled ? "--precision mxfp8-exact does without" : "it takes dimensions that are multiples of 8");
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
     return found.algo;
 }

@@ -13,10 +13,15 @@
 #include "linear/packed.h"
 #include "mx/formats.h"
 
-// The format of an option's precision. Where the experts' GEMMs read packed MXFP8, dispatch sends it in their format.
-static const Format* format_of(int64_t precision, const Settings* s, int packed) {
-    const FormatId id = packed && s->mx_fast ? FORMAT_MXFP8 : FORMAT_MXFP8_EXACT;
-    return precision == PRECISION_MXFP8 ? format_of_id(id, (MxScale)s->mx_scale) : NULL;
+// The format of a precision; NULL: floatX. What no GEMM reads packed has the blocks of 32 of the exact format.
+static const Format* format_of(int64_t precision, const Settings* s) {
+    static const FormatId ids[] = {FORMATS, FORMAT_MXFP8, FORMAT_MXFP8_EXACT};  // in the order of the options' choices
+    return precision ? format_of_id(ids[precision], (MxScale)s->mx_scale) : NULL;
+}
+
+// The format of dispatch or wgrad: that of the GEMMs beside it if these are quantized.
+static const Format* format_beside(int64_t precision, const Format* beside, const Settings* s) {
+    return precision && beside ? beside : format_of(precision ? PRECISION_MXFP8_EXACT : PRECISION_BF16, s);
 }
 
 // The format whose packed form the model's GEMMs read; NULL: they read values.
@@ -57,11 +62,10 @@ void model_shapes(Model* m, int k) {
     moe->shared_F = c->shared * c->F;
     moe->ep = m->layout.ep;
     moe->recompute = s->recompute != RECOMPUTE_NONE;
-    const int packed = s->expert_precision != PRECISION_BF16;
-    moe->dispatch = format_of(s->dispatch_precision, s, packed);
-    moe->expert = format_of(s->expert_precision, s, packed);
-    moe->combine = format_of(s->combine_precision, s, 0);  // no GEMM reads combined rows: blocks of 32
-    moe->wgrad = format_of(s->wgrad_precision, s, packed);
+    moe->expert = format_of(s->expert_precision, s);
+    moe->dispatch = format_beside(s->dispatch_precision, moe->expert, s);
+    moe->combine = format_beside(s->combine_precision, NULL, s);
+    moe->wgrad = format_beside(s->wgrad_precision, moe->expert, s);
 }
 
 // The formats of a unit's matmuls, and memory for its quantized weights.
@@ -75,8 +79,8 @@ static void plan_weights(Model* m, Unit* u) {
         Weight* w = &u->w[list[i].id];
         w->workspace = &m->gemms;
         if (list[i].quantized_by == LINEAR) {
-            w->format = format_of(s->linear_precision, s, 1);
-            if (s->linear_precision) w->wgrad = format_of(s->wgrad_precision, s, 1);
+            w->format = format_of(s->linear_precision, s);
+            if (w->format) w->wgrad = format_beside(s->wgrad_precision, w->format, s);
             if (w->wgrad) {
                 of_dy[mlp] += w->OC;
                 of_x[mlp] += w->IC;

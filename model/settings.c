@@ -151,20 +151,18 @@ const Option settings_table[] = {
     NUMBER("parallel", "timeout", timeout, "600", 1, 1e6, FREE,
            "seconds that ranks wait for one another before the run ends"),
 
-    // Which numbers are MXFP8: --precision sets all up to --mx-gemm.
+    // Which numbers are MXFP8: --precision sets all up to --linear-precision.
     CHOICE("precision", "precision", precision, "bf16", "bf16|mxfp8|mxfp8-exact", FREE_COMMON,
-           "sets the options up to --mx-gemm; one that is given as well wins"),
-    CHOICE("precision", "expert-precision", expert_precision, NULL, "bf16|mxfp8", FIXED,
-           "routed experts' GEMMs (bf16 is float32 in the CPU build)"),
+           "sets the options up to --linear-precision; one that is given as well wins"),
+    CHOICE("precision", "expert-precision", expert_precision, NULL, "bf16|mxfp8|mxfp8-exact", FIXED,
+           "routed experts: bf16 (CPU: float32), fp8, or values rounded to MXFP8"),
     CHOICE("precision", "dispatch-precision", dispatch_precision, NULL, "bf16|mxfp8", FIXED,
            "tokens on their way to the experts, also on the same rank"),
     CHOICE("precision", "combine-precision", combine_precision, NULL, "bf16|mxfp8", FIXED, "tokens on their way back"),
     CHOICE("precision", "wgrad-precision", wgrad_precision, NULL, "bf16|mxfp8", FIXED,
            "wgrad GEMMs of the routed experts, and of --linear-precision"),
-    CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8", FIXED,
+    CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8|mxfp8-exact", FIXED,
            "GEMMs of attention without Wkva, and of the dense and shared MLPs"),
-    CHOICE("precision", "mx-gemm", mx_fast, NULL, "exact|fast", FIXED,
-           "MXFP8 GEMMs on dequantized bf16, or on fp8 with scales aligned to 128"),
     CHOICE("precision", "mx-scale", mx_scale, "rceil", "rceil|floor", FIXED, "rounding of the scales of MXFP8 blocks"),
     WHOLE("precision", "mx-stats", mx_stats, "0", 0, 1e9, FREE,
           "steps between quantization statistics in the log; 0: none"),
@@ -228,17 +226,16 @@ Settings settings_parse(int argc, char** argv) {
     return s;
 }
 
-// Settings of each --precision, in the order of its choices. The rest is bf16, and --mx-gemm exact.
-static const Settings modes[] = {
-    {.expert_precision = PRECISION_BF16},
-    {.expert_precision = PRECISION_MXFP8, .dispatch_precision = PRECISION_MXFP8, .mx_fast = 1},
-    {.expert_precision = PRECISION_MXFP8, .dispatch_precision = PRECISION_MXFP8, .mx_fast = 0},
-};
+// Sets the options of a --precision.
+static void set_precisions(Settings* s, int64_t precision) {
+    s->expert_precision = s->linear_precision = precision;
+    s->dispatch_precision = s->combine_precision = s->wgrad_precision = precision != PRECISION_BF16;
+}
 
 // int64_t and double are both 8 bytes.
 void settings_preset(Settings* s, int64_t precision) {
-    Settings preset = modes[precision];
-    preset.model = settings_presets[s->preset].model;
+    Settings preset = {.model = settings_presets[s->preset].model};
+    set_precisions(&preset, precision);
     for (int i = 0; i < settings_count; i++) {
         size_t at = settings_table[i].offset;
         // A row without a default of its own takes that of --model or --precision.

@@ -58,14 +58,14 @@ typedef struct Settings {
     double timeout, capacity, gpu_memory;
     int64_t precision;  // the mode, which sets the following unless the command line does:
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
-        mx_fast, mx_stats;
+        mx_stats;
     int64_t force_balance, overfit;
     double warmup_steps;        // of --warmup when the run began; not an option
     int64_t steps_before;       // --resume: --steps of the checkpoint; not an option
     char given[SETTINGS_MOST];  // by row of the table: 1 if the command line has the option
 } Settings;
 
-typedef enum { PRECISION_BF16, PRECISION_MXFP8 } Precision;
+typedef enum { PRECISION_BF16, PRECISION_MXFP8, PRECISION_MXFP8_EXACT } Precision;
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
 typedef enum { DISPATCH_AUTO, DISPATCH_NCCL, DISPATCH_WINDOWS } DispatchUse;
 typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;

@@ -108,7 +108,7 @@ static void check_layout(const Settings* s) {
 // dgrad over its rows. A width that no such product has counts as 0.
 static void check_precision(const Settings* s) {
     const ModelConfig* m = &s->model;
-    const int linear = s->linear_precision == PRECISION_MXFP8, expert = s->expert_precision || s->wgrad_precision;
+    const int linear = s->linear_precision != PRECISION_BF16, expert = s->expert_precision || s->wgrad_precision;
     const int dense = linear && m->dense_layers > 0, shared = linear && m->dense_layers < config_blocks(m);
     const int any = linear || expert || s->dispatch_precision || s->combine_precision;
     const Width widths[] = {{"--dim", any * m->C},
@@ -167,8 +167,9 @@ static void check_run(const Settings* s) {
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
     const int64_t widest = max_i64(s->model.C, s->model.F);
-    if (BACKEND == BACKEND_CUDA && s->mx_fast && (s->expert_precision || s->linear_precision) && widest < 768)
-        warn("--mx-gemm fast at --dim %ld and --expert-ffn %ld: at such widths MXFP8 is for its loss, not for speed",
+    const int packed = s->expert_precision == PRECISION_MXFP8 || s->linear_precision == PRECISION_MXFP8;
+    if (BACKEND == BACKEND_CUDA && packed && widest < 768)
+        warn("--precision mxfp8 at --dim %ld and --expert-ffn %ld: at such widths MXFP8 is for its loss, not for speed",
              s->model.C, s->model.F);
 
     // Use of a model.

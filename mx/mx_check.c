@@ -106,6 +106,6 @@ void mx_check(Ctx* ctx) {
     if (error > MX_CHECK_BOUND)
         die(EXIT_FAILED,
             "MXFP8 GEMMs are wrong on %s: a row of a small case is off by %g of its norm (at most %g); use "
-            "--mx-gemm exact",
+            "--precision mxfp8-exact",
             device_name(ctx), error, MX_CHECK_BOUND);
 }

@@ -357,7 +357,7 @@ def arguments():
         if name in ("--out", "--resume", "--seed", "--help", "-h", "--version", "--dry-run"):
             parser.error(f"{name} among train_moe's options: it is chosen here for each run")
     for name in (option.split("=")[0] for option in common):
-        if re.fullmatch(r"--(\w+-)?precision|--mx-gemm", name):
+        if re.fullmatch(r"--(\w+-)?precision", name):
             parser.error(f"{name} behind --: each set has its own; write --set NAME 'OPTIONS'")
     if not common:
         parser.error("train_moe's options are missing: they follow --")

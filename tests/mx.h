@@ -51,7 +51,7 @@ static inline void fake_quantize(double* x, int64_t rows, int64_t columns, int64
         }
 }
 
-// 1: the device has GEMMs of MXFP8 values (--mx-gemm fast). Without them tests of fast GEMMs are left out, with one
+// 1: the device has GEMMs of MXFP8 values (--precision mxfp8). Without them tests of fast GEMMs are left out, with one
 // message.
 static inline int has_fast(Ctx* ctx) {
     static int said;

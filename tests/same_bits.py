@@ -28,10 +28,10 @@ CUDA_MODEL = "--model small --layers 3 --vocab 500 --seq-len 200 --batch 4 --val
 SAME = "--steps 6 --warmup 2 --lr 3e-3 --val-every 3"  # --tokens-per-step follows from the batch and STEP_BATCHES
 STEP_BATCHES = 4
 
-FAST, EXACT = "--mx-gemm fast", "--mx-gemm exact"
 EXPERT, DISPATCH, COMBINE, WGRAD, LINEAR = (f"--{name}-precision mxfp8" for name in
                                             ("expert", "dispatch", "combine", "wgrad", "linear"))
-ALL = f"{EXPERT} {DISPATCH} {COMBINE} {WGRAD} {LINEAR}"
+EXPERT_EXACT, LINEAR_EXACT = f"{EXPERT}-exact", f"{LINEAR}-exact"
+FAST, EXACT = "--precision mxfp8", "--precision mxfp8-exact"
 DEEPSEEK_V3 = "--q-lora 32 --groups 4 --top-groups 2 --route-scale 2.5"
 DEEPSEEK_V2 = "--q-lora 32 --groups 4 --top-groups 2 --score softmax --route-norm 0 --route-scale 16 --shared-experts 2"
 
@@ -49,13 +49,13 @@ CPU_RUNS = {
     "dispatch": (1, DISPATCH),
     "combine": (1, COMBINE),
     "wgrad": (1, WGRAD),
-    "expert exact": (1, f"{EXPERT} --mx-stats 2"),
-    "expert fast": (1, f"{EXPERT} {FAST} --mx-stats 2"),
-    "linear exact": (1, f"{LINEAR} --q-lora 32 --mx-stats 2"),
-    "linear fast": (1, f"{LINEAR} {FAST} --q-lora 32 --mx-stats 2"),
-    "all exact": (1, f"{ALL} --mx-scale floor"),
-    "all fast": (1, f"{ALL} {FAST} --recompute moe"),
-    "all fast, no shared expert": (1, f"{ALL} {FAST} --shared-experts 0"),
+    "expert exact": (1, f"{EXPERT_EXACT} --mx-stats 2"),
+    "expert fast": (1, f"{EXPERT} --mx-stats 2"),
+    "linear exact": (1, f"{LINEAR_EXACT} --q-lora 32 --mx-stats 2"),
+    "linear fast": (1, f"{LINEAR} --q-lora 32 --mx-stats 2"),
+    "all exact": (1, f"{EXACT} --mx-scale floor"),
+    "all fast": (1, f"{FAST} --recompute moe"),
+    "all fast, no shared expert": (1, f"{FAST} --shared-experts 0"),
     "2 ranks": (2, "--shard optimizer"),
     "4 ranks": (4, "--shard grads --aux-loss 0.02"),
     "4 ranks, weights": (4, "--shard weights --recompute block"),
@@ -65,20 +65,20 @@ CPU_RUNS = {
     "ep 4, recompute": (4, "--ep 4 --recompute moe --shared-experts 0"),
     "ep 2, dispatch": (2, f"--ep 2 {DISPATCH} --mx-stats 3"),
     "ep 2, combine": (2, f"--ep 2 {COMBINE}"),
-    "ep 2, expert exact": (2, f"--ep 2 {EXPERT} --recompute block"),
-    "ep 2, expert fast": (2, f"--ep 2 {EXPERT} {FAST}"),
-    "ep 4, usual fast": (4, f"--ep 4 {EXPERT} {DISPATCH} {FAST} --shard optimizer"),
-    "ep 4, all exact": (4, f"--ep 4 {ALL} --recompute moe"),
-    "ep 4, all fast": (4, f"--ep 4 {ALL} {FAST} --recompute moe --mx-stats 2 --shard weights"),
-    "ep 2 of 4, all fast": (4, f"--ep 2 {ALL} {FAST} --mx-scale floor"),
+    "ep 2, expert exact": (2, f"--ep 2 {EXPERT_EXACT} --recompute block"),
+    "ep 2, expert fast": (2, f"--ep 2 {EXPERT}"),
+    "ep 4, usual fast": (4, f"--ep 4 {EXPERT} {DISPATCH} --shard optimizer"),
+    "ep 4, all exact": (4, f"--ep 4 {EXACT} --recompute moe"),
+    "ep 4, all fast": (4, f"--ep 4 {FAST} --recompute moe --mx-stats 2 --shard weights"),
+    "ep 2 of 4, all fast": (4, f"--ep 2 {FAST} --mx-scale floor"),
 }
 CUDA_RUNS = {  # {ep} is the number of ranks
     "plain": "--ep {ep} --mx-stats 0",
     "v3": "--ep {ep} --shard grads " + DEEPSEEK_V3.replace("32", "256"),
     "v2, recompute": "--ep {ep} --recompute moe --aux-loss 0.02 --shard weights " + DEEPSEEK_V2.replace("32", "256"),
-    "usual fast": f"--ep {{ep}} {EXPERT} {DISPATCH} {FAST} --mx-stats 2",
-    "all fast": f"--ep {{ep}} {ALL} {FAST} --recompute block --shard weights",
-    "all exact": f"--ep {{ep}} {ALL} {EXACT} --mx-stats 3",
+    "usual fast": f"--ep {{ep}} {EXPERT} {DISPATCH} --mx-stats 2",
+    "all fast": f"--ep {{ep}} {FAST} --recompute block --shard weights",
+    "all exact": f"--ep {{ep}} {EXACT} --mx-stats 3",
 }
 
 

@@ -87,7 +87,7 @@ class BadOptions(Case):
             ("--prompt=--a=b", "  prompt --a=b  "), ("--prompt a --prompt=", "  prompt ''  "), ("--val a --val b", "  val b  "),
             ("--resume --resume --out run", "  resume 1  "), ("--model debug --model=tiny", "model tiny  "),
             ("--precision mxfp8 --precision bf16", "  expert-precision bf16  "),
-            ("--mx-gemm fast --mx-gemm exact --precision mxfp8", "  mx-gemm exact  "),
+            ("--expert-precision bf16 --expert-precision mxfp8-exact --precision mxfp8", "  expert-precision mxfp8-exact  "),
         ):
             with self.subTest(args):
                 done = self.call(command(kv_lora=32, expert_ffn=32, dry_run=True) + args.split())
@@ -260,16 +260,15 @@ class BadOptions(Case):
 
     def test_precision_stands_for_a_set(self):
         """A run prints the options of its mode; an option that is given replaces the mode's, before or after it."""
-        names = ("expert-precision", "dispatch-precision", "combine-precision", "wgrad-precision", "linear-precision", "mx-gemm")
-        plain = ["bf16", "bf16", "bf16", "bf16", "bf16", "exact"]
-        fast, exact = (["mxfp8", "mxfp8", "bf16", "bf16", "bf16", gemm] for gemm in ("fast", "exact"))
+        names = ("expert-precision", "dispatch-precision", "combine-precision", "wgrad-precision", "linear-precision")
+        plain, fast = ["bf16"] * 5, ["mxfp8"] * 5
+        exact = ["mxfp8-exact", "mxfp8", "mxfp8", "mxfp8", "mxfp8-exact"]
         for args, expected in (
             ("", plain), ("--precision bf16", plain), ("--precision mxfp8", fast), ("--precision mxfp8-exact", exact),
-            ("--precision mxfp8 --mx-gemm exact", exact), ("--mx-gemm exact --precision mxfp8", exact),
-            ("--precision mxfp8-exact --mx-gemm fast", fast), ("--mx-gemm fast --precision mxfp8-exact", fast),
-            ("--precision mxfp8 --dispatch-precision bf16 --linear-precision mxfp8", ["mxfp8", *plain[:3], "mxfp8", "fast"]),
-            ("--wgrad-precision mxfp8 --expert-precision bf16 --precision mxfp8", ["bf16", "mxfp8", "bf16", "mxfp8", "bf16", "fast"]),
-            ("--expert-precision mxfp8 --dispatch-precision mxfp8 --mx-gemm fast", fast),
+            ("--precision mxfp8 --expert-precision mxfp8-exact", [exact[0], *fast[1:]]),
+            ("--linear-precision mxfp8-exact --precision mxfp8", [*fast[:4], exact[4]]),
+            ("--precision mxfp8 --dispatch-precision bf16", ["mxfp8", "bf16", *fast[2:]]),
+            ("--wgrad-precision bf16 --expert-precision bf16 --precision mxfp8", ["bf16", "mxfp8", "mxfp8", "bf16", "mxfp8"]),
             ("--combine-precision mxfp8 --precision bf16", [*plain[:2], "mxfp8", *plain[3:]]),
         ):
             with self.subTest(args):

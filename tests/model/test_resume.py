@@ -47,17 +47,16 @@ class ResumeOptions(Case):
     def test_precision(self):
         """A mode of --precision and the options that it sets give the same run; another set is refused by name."""
         short = dict(kv_lora=32, expert_ffn=32, steps=10)
-        spelled = dict(expert_precision="mxfp8", dispatch_precision="mxfp8", mx_gemm="fast")
+        spelled = {f"{part}_precision": "mxfp8" for part in ("expert", "dispatch", "combine", "wgrad", "linear")}
         for made, resumed in ((dict(precision="mxfp8"), spelled), (spelled, dict(precision="mxfp8"))):
             out = self.copy_of(self.reference(**short, **made))
             record = manifest(out / "step_00000010")["options"]
-            self.assertEqual([record[name] for name in ("expert-precision", "combine-precision", "mx-gemm")],
-                             ["mxfp8", "bf16", "fast"])
+            self.assertEqual([record[name] for name in ("expert-precision", "combine-precision")], ["mxfp8", "mxfp8"])
             for name, value, said in (
-                ("precision", "mxfp8-exact", "--mx-gemm fast, not exact"),
-                ("precision", "bf16", "--expert-precision mxfp8, not bf16; --dispatch-precision mxfp8, not bf16; --mx-gemm "
-                 "fast, not exact"),
-                ("linear_precision", "mxfp8", "--linear-precision bf16, not mxfp8"),
+                ("precision", "mxfp8-exact", "--expert-precision mxfp8, not mxfp8-exact; --linear-precision mxfp8, not mxfp8-exact"),
+                ("precision", "bf16", "; ".join(f"--{part}-precision mxfp8, not bf16"
+                                                for part in ("expert", "dispatch", "combine", "wgrad", "linear"))),
+                ("linear_precision", "bf16", "--linear-precision mxfp8, not bf16"),
                 ("mx_scale", "floor", "--mx-scale rceil, not floor"),
             ):
                 with self.subTest(made, name=name, value=value):
@@ -70,7 +69,7 @@ class ResumeOptions(Case):
         """A checkpoint from before an option existed resumes with its default; other values are refused."""
         resume = dict(out="run", resume=True, steps=21)
         for name, default, other in (("aux_loss", "0.01", 0.1), ("clip", "1", 2), ("yarn", "0", 1), ("dense_layers", "1", 2),
-                                     ("overfit", "0", True), ("mx_gemm", "exact", "fast"), ("schedule", "cosine", None),
+                                     ("overfit", "0", True), ("linear_precision", "bf16", "mxfp8"), ("schedule", "cosine", None),
                                      ("lr", "0.001", None), ("tokens_per_step", "64", 128), ("score", "sigmoid", "softmax")):
             with self.subTest(name):
                 out, option = self.copy_of(self.reference()), name.replace("_", "-")
@@ -82,11 +81,6 @@ class ResumeOptions(Case):
                              **resume, **options)
                 if other is not None:
                     self.assertIn("resumed    from run/step_00000020", self.train(**resume).stdout)
-        out = self.copy_of(self.reference(kv_lora=32, expert_ffn=32, precision="mxfp8", mx_gemm="exact"))
-        record = manifest(out / "step_00000020")
-        del record["options"]["mx-gemm"]  # from before the sets of --precision, which have another value
-        write_manifest(out / "step_00000020", record)
-        self.assertRegex(self.alone().stdout, r"  mx-gemm exact\b")
         for options in (None, [], {}, "tiny"):
             out = self.copy_of(self.reference())
             write_manifest(out / "step_00000020", {**record, "options": options})
@@ -139,7 +133,7 @@ class ResumeOptions(Case):
 
     def test_the_folder_alone(self):
         """Options of every type keep their recorded values; a given value is used, and recorded for the next time."""
-        options = dict(model="debug", q_lora=8, score="sigmoid", precision="mxfp8", mx_gemm="exact", kv_lora=32, expert_ffn=32,
+        options = dict(model="debug", q_lora=32, score="sigmoid", precision="mxfp8-exact", kv_lora=32, expert_ffn=32,
                        tokens_per_step=128, batch=1, seed=3, lr=1 / 300, clip=0.5, overfit=True, val=self.val_glob, val_every=3,
                        val_tokens=64, sample_every=8, sample_tokens=3, prompt="ab c", keep=3, recompute="moe", mx_stats=4,
                        mtp=1, mtp_switch=0.6)

@@ -338,8 +338,8 @@ static void test_linear(void) {
     "--top-k 2 --expert-ffn 32 --shared-experts 2 --vocab 50 --seq-len 19 --batch 7 --force-balance --warmup 0 "
 static const char* const models[] = {"", "--q-lora 64 ", "--dense-layers 3 "};
 static const char* const precisions[] = {
-    "--linear-precision mxfp8 --wgrad-precision mxfp8 --mx-gemm exact ",
-    "--linear-precision mxfp8 --wgrad-precision mxfp8 --mx-gemm fast --mx-scale floor "};
+    "--linear-precision mxfp8-exact --wgrad-precision mxfp8 ",
+    "--linear-precision mxfp8 --wgrad-precision mxfp8 --mx-scale floor "};
 static const Way ways[] = {{0, MX_RCEIL}, {1, MX_FLOOR}};
 
 static Model* fresh(const char* model, const char* precision) {

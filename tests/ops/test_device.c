@@ -161,8 +161,8 @@ static void kernels_of_gpus(void) {
         int portable;
         const char *error, *fast;  // parts of the messages
     } cases[] = {{80, NULL, 1, NULL, "9.0 (H100, H200) or 10.0"},
-                 {86, "portable", 1, NULL, "--mx-gemm exact"},
-                 {89, NULL, 1, NULL, "--mx-gemm exact"},
+                 {86, "portable", 1, NULL, "--precision mxfp8-exact"},
+                 {89, NULL, 1, NULL, "--precision mxfp8-exact"},
                  {90, NULL, 0, NULL, NULL},
                  {90, "hopper", 0, NULL, NULL},
                  {90, "portable", 1, NULL, "unset TRAIN_MOE_KERNELS"},

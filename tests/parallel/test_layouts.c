@@ -32,7 +32,7 @@ static const double MX_GRADIENT_BOUND = BF16 ? 5e-2 : 4e-3, MX_LOSS_BOUND = BF16
 static const double CUT_GRADIENT_BOUND = 4e-2;
 
 static Ranks* world;
-static int fast;  // 1: this device has --mx-gemm fast
+static int fast;  // 1: this device has --precision mxfp8
 static const char* shards[4] = {"none", "optimizer", "grads", "weights"};
 
 #define TINY                                                                                                           \
@@ -167,8 +167,8 @@ static Shown show(Case c, int steps) {
     return shown;
 }
 
-#define MX "--expert-precision mxfp8 --dispatch-precision mxfp8 "
-#define LINEAR "--linear-precision mxfp8 "
+#define FAST "--expert-precision mxfp8 --dispatch-precision mxfp8 --linear-precision mxfp8 "
+#define EXACT "--expert-precision mxfp8-exact --dispatch-precision mxfp8 --linear-precision mxfp8-exact "
 #define CUT "--wgrad-precision mxfp8 --mx-scale floor"
 
 static char* name_of(Case c) {
@@ -240,9 +240,8 @@ static void layouts_agree_on_modules(void) { all_layouts(0, MODULES(4), 5); }
 // a rank. Otherwise only another order of sums can change a rounding.
 static void layouts_agree_in_mxfp8(void) {
     const char* precisions[5] = {
-        MX LINEAR "--mx-gemm exact",
-        fast ? MX LINEAR "--mx-gemm fast --wgrad-precision mxfp8" : MX LINEAR "--wgrad-precision mxfp8", CUT,
-        "--expert-precision mxfp8 --mx-scale floor", "--dispatch-precision mxfp8 --mtp 1"};
+        EXACT, fast ? FAST "--wgrad-precision mxfp8" : EXACT "--wgrad-precision mxfp8", CUT,
+        "--expert-precision mxfp8-exact --mx-scale floor", "--dispatch-precision mxfp8 --mtp 1"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     for (int p = 0; p < (BF16 ? 3 : 5); p++) {
         Case one = {1, 1, "none", "none", 0, precisions[p]};
@@ -273,7 +272,7 @@ static void recompute_is_exact(void) {
     static const char* kinds[3] = {"none", "moe", "block"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     for (int ep = BF16 ? R : 1; ep <= 2 * R; ep *= 2) {
-        const char* recipe = fast ? MX LINEAR "--mx-gemm fast" : MX LINEAR;
+        const char* recipe = fast ? FAST : EXACT;
         const char* options = ep > R ? recipe : ep == R ? "--mtp 2" : "";  // the last two rounds
         Case plain = {R, ep > R ? R : ep, "weights", "none", 0, options};
         Shown want = show(plain, 3);

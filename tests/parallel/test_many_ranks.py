@@ -563,16 +563,17 @@ class Layouts(Case):
     def test_cast_statistics(self):
         """Cast statistics of the first step agree; later steps drift apart, because one other rounding causes more."""
         options = dict(steps=1, save_every=None, tokens_per_step=256, dim=160, kv_lora=32, expert_ffn=96,
-                       expert_precision="mxfp8", linear_precision="mxfp8", mx_scale="floor", mx_stats=1)
-        for kind in ("exact", "fast"):
-            self.on(1, out=kind, mx_gemm=kind, **{**RUN, **options})
+                       mx_scale="floor", mx_stats=1)
+        for kind, precision in (("exact", "mxfp8-exact"), ("fast", "mxfp8")):
+            options.update(expert_precision=precision, linear_precision=precision)
+            self.on(1, out=kind, **{**RUN, **options})
             alone = cli.read_log(self.dir / kind)[1][0]["mx_stats"]
             for i, (n, ep, shard) in enumerate(self.LAYOUTS):
                 if CUDA and i != len(self.LAYOUTS) - (1 if kind == "exact" else 2):
                     continue  # one per kind: the connection of GPUs takes seconds
                 with self.subTest(kind, ranks=n, ep=ep, shard=shard):
                     out = f"{kind}{n}{ep}{shard}"
-                    self.on(n, out=out, ep=ep, shard=shard, mx_gemm=kind, recompute=("none", "block", "moe")[i % 3],
+                    self.on(n, out=out, ep=ep, shard=shard, recompute=("none", "block", "moe")[i % 3],
                             **{**RUN, **options})
                     for line, one in zip(cli.read_log(self.dir / out)[1][0]["mx_stats"], alone, strict=True):
                         self.assertEqual((line["layer"], line["tensor"]), (one["layer"], one["tensor"]))

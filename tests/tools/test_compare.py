@@ -19,7 +19,7 @@ import xml.etree.ElementTree as ET
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PROGRAM = os.path.abspath(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe"))
 SVG = "{http://www.w3.org/2000/svg}"
-MODEL = """--layers 2 --dim 32 --heads 2 --kv-lora 16 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 64 --experts 4
+MODEL = """--layers 2 --dim 32 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 64 --experts 4
     --top-k 2 --expert-ffn 32 --seq-len 32 --batch 2 --lr 1e-2 --warmup 2""".split()
 STEPS, WINDOW = 24, 4
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
@@ -93,14 +93,14 @@ class Compare(unittest.TestCase):
         self.assertNotIn("Traceback", done.stderr)
 
     def test_sets_have_their_options_and_the_rest_in_common(self):
-        expected = {"mxfp8": ("mxfp8", "mxfp8", "fast"), "mxfp8-exact": ("mxfp8", "mxfp8", "exact")}
+        parts = [f"{part}-precision" for part in ("expert", "dispatch", "combine", "wgrad", "linear")]
+        expected = {"mxfp8": ["mxfp8"] * 5, "mxfp8-exact": ["mxfp8-exact", "mxfp8", "mxfp8", "mxfp8", "mxfp8-exact"]}
         configs = {name: self.log(name)[0] for name in self.NAMES}
         for name, config in configs.items():
-            said = tuple(config[key] for key in ("expert-precision", "dispatch-precision", "mx-gemm"))
-            self.assertEqual(said, expected.get(name, ("bf16", "bf16", "exact")))
+            self.assertEqual([config[key] for key in parts], expected.get(name, ["bf16"] * 5))
             self.assertEqual(config["seed"], 2 if name == "bf16-seed-2" else 1)
             self.assertEqual(config["data-seed"], 1)
-            for key in set(config) - {"precision", "expert-precision", "dispatch-precision", "mx-gemm", "seed", "out", "timeout"}:
+            for key in set(config) - {"precision", *parts, "seed", "out", "timeout"}:
                 self.assertEqual(config[key], configs["bf16"][key], key)
 
     def test_table_is_what_the_logs_say(self):
@@ -353,7 +353,7 @@ class Compare(unittest.TestCase):
             self.fails(self.command(*args, out=self.dir / "usage"), says, code=2)
         self.fails(self.command(out=self.dir / "usage", more=("--seed", "3")), "--seed among", code=2)
         for option in ("--precision", "--expert-precision", "--dispatch-precision", "--combine-precision", "--wgrad-precision",
-                       "--linear-precision", "--mx-gemm=fast", "--precision=mxfp8"):
+                       "--linear-precision", "--precision=mxfp8"):
             self.fails(self.command(out=self.dir / "usage", more=(option, "mxfp8")),
                        f"{option.split('=')[0]} behind --: each set has its own; write --set NAME 'OPTIONS'", code=2)
         self.fails(self.command(out=self.dir / "usage")[:4], "they follow --", code=2)
