@@ -19,11 +19,11 @@ struct PackedGemms {
     int (*swiglu_backward)(Packed dh, Rows* for_wgrad, ExpertsBackward tensors, const Weight* w13, Ragged ragged,
                            Ctx* ctx);
 
-    // Wgrad: the operands are packed along the tokens. Of experts: rows of an operand, and the product.
+    // Wgrad: the operands are packed along the tokens. For experts: rows of an operand, and the product.
     int64_t (*wgrad_rows)(int64_t rows, int32_t El, Backend backend);
     void (*grouped_wgrad)(const Weight* weight, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged ragged,
                           Ctx* ctx);
-    // Of linear_: dy packed for dgrad (in out) and for wgrad in one pass, also with the backward of SwiGLU before it
+    // For linear_: dy packed for dgrad (in out) and for wgrad in one pass, also with the backward of SwiGLU before it
     // (0: not at this width); then dW of those products whose wgrad is packed.
     void (*pack_both)(LinearGradient* product, Packed out, int64_t N, Ragged tokens, Ctx* ctx);
     int (*swiglu_backward_both)(LinearGradient* product, Packed out, floatX* a, const floatX* da, const floatX* h,

@@ -13,15 +13,15 @@
 #include "linear/packed.h"
 #include "mx/formats.h"
 
-// The format of a precision; NULL: floatX. What no GEMM reads packed has the blocks of 32 of the exact format.
+// The format of a precision; NULL: floatX. Bytes that no GEMM reads have the exact format's blocks of 32.
 static const Format* format_of(int64_t precision, const Settings* s) {
     static const FormatId ids[] = {FORMATS, FORMAT_MXFP8, FORMAT_MXFP8_EXACT};  // in the order of the options' choices
     return precision ? format_of_id(ids[precision], (MxScale)s->mx_scale) : NULL;
 }
 
-// The format of dispatch or wgrad: that of the GEMMs beside it if these are quantized.
-static const Format* format_beside(int64_t precision, const Format* beside, const Settings* s) {
-    return precision && beside ? beside : format_of(precision ? PRECISION_MXFP8_EXACT : PRECISION_BF16, s);
+// The format of dispatch or wgrad: that of the GEMMs with the same operands, if these are quantized.
+static const Format* format_like(int64_t precision, const Format* gemms, const Settings* s) {
+    return precision && gemms ? gemms : format_of(precision ? PRECISION_MXFP8_EXACT : PRECISION_BF16, s);
 }
 
 // The format whose packed form the model's GEMMs read; NULL: they read values.
@@ -63,9 +63,9 @@ void model_shapes(Model* m, int k) {
     moe->ep = m->layout.ep;
     moe->recompute = s->recompute != RECOMPUTE_NONE;
     moe->expert = format_of(s->expert_precision, s);
-    moe->dispatch = format_beside(s->dispatch_precision, moe->expert, s);
-    moe->combine = format_beside(s->combine_precision, NULL, s);
-    moe->wgrad = format_beside(s->wgrad_precision, moe->expert, s);
+    moe->dispatch = format_like(s->dispatch_precision, moe->expert, s);
+    moe->combine = format_like(s->combine_precision, NULL, s);
+    moe->wgrad = format_like(s->wgrad_precision, moe->expert, s);
 }
 
 // The formats of a unit's matmuls, and memory for its quantized weights.
@@ -80,7 +80,7 @@ static void plan_weights(Model* m, Unit* u) {
         w->workspace = &m->gemms;
         if (list[i].quantized_by == LINEAR) {
             w->format = format_of(s->linear_precision, s);
-            if (w->format) w->wgrad = format_beside(s->wgrad_precision, w->format, s);
+            if (w->format) w->wgrad = format_like(s->wgrad_precision, w->format, s);
             if (w->wgrad) {
                 of_dy[mlp] += w->OC;
                 of_x[mlp] += w->IC;

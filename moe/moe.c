@@ -20,11 +20,10 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
     router_forward(saved->scores, route->expert, route->gate, x, w.router, w.bias, s.router, ctx);
     if (counts.load) balance_count(counts, saved->scores, route->expert, w.bias, s.router, ctx);
 
-    weight_measure(w.w13, STATS_X, received_format(route->shape), x, N, s.router.C, ctx);
-
     // 2. All-to-all: tokens to the ranks of their experts. The shared MLP's first GEMM and its activation overlap.
     dispatch_counts(d, route, ctx);
     const PoolMark mark = moe_take_forward(pool, &t, saved, s);
+    weight_measure(w.w13, STATS_X, received_format(route->shape), x, N, s.router.C, ctx);
     dispatch_pack(d, route, &t.exchange, x, &saved->x, ctx);
     dispatch_pack_choices(d, route, &t.exchange, ctx);
     dispatch_start(d, route, ctx);

@@ -12,10 +12,10 @@
 // Forward: a warp takes a span of 1024 columns of a row.
 //
 // Backward: a thread block takes 128 rows and walks F in steps of 128 columns. `a` is fake-quantized in registers, as
-// forward quantizes it. The gradients of gate and up are quantized row-wise in registers, because the same lanes hold
-// all elements that share a scale, and stored in shared memory (64 KB). The warps then read them in patches of 16 rows
-// x 8 columns (mxfp8_patch.cuh) and quantize column-wise. The occupancy is two blocks per SM, so that one loads while
-// the other quantizes.
+// forward quantizes it. The same lanes hold all elements of gate's and up's gradients that share a row's scale, so
+// these are quantized row-wise in registers. They are stored in shared memory (64 KB). The warps then read them in
+// patches of 16 rows x 8 columns (mxfp8_patch.cuh) and quantize column-wise. The occupancy is two blocks per SM, so
+// that one loads while the other quantizes.
 //
 // Expert rows need the dot product <da', a>, so one block owns whole rows. Shared-expert and dense rows do not need it,
 // and they are fewer, so their columns are split over blocks.

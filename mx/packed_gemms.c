@@ -1,6 +1,6 @@
-// The GEMMs that read packed MXFP8 (linear/packed.h), on Hopper and Blackwell. x and dy have scales of 128 elements, W
-// of tiles of 128 x 128. One quantization of W serves forward and dgrad. The GEMMs are mx/grouped_gemm_mx.h; for
-// linear_ all tokens are one group.
+// The GEMMs that read packed MXFP8 (linear/packed.h), on Hopper and Blackwell. A scale of x and dy is for 128 elements,
+// one of W for a tile of 128 x 128. One quantization of W serves forward and dgrad. The GEMMs are mx/grouped_gemm_mx.h;
+// for linear_ all tokens are one group.
 #include "device/check.h"
 #include "mx/formats.h"
 #include "mx/grouped_gemm_mx.h"
