@@ -63,11 +63,11 @@ void mx_blackwell_scales(uint8_t* out, ScaleTiles scales, int64_t rows, int64_t 
 
 // Forward and dgrad. Workspace: | cuBLASLt | scales of an expert's weight | scales of its rows |. Experts with more
 // rows than fit are processed in slices of `rows_at_once` rows.
-void grouped_gemm_lt_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+void grouped_gemm_lt_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (OC % 16 != 0)
         die(EXIT_USAGE,
             "an MXFP8 GEMM on this GPU needs outputs in multiples of 16, not %lld; choose --dim and --expert-ffn "
-            "so, or --mx-gemm exact",
+            "so, or --precision mxfp8-exact",
             (long long)OC);
 
     // Divide the workspace: the rest after the weight's scales determines the rows of a slice.
@@ -76,8 +76,6 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r,
     ASSERT(rows_at_once > 0);
     uint8_t *of_w = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_w + w_bytes;
     const int64_t w_tiles = mx_tiles(OC) * mx_tiles(IC);
-    const int64_t out_bytes = y ? (int64_t)sizeof(floatX) : (int64_t)sizeof(real);
-    char* out = y ? (char*)y : (char*)y_real;
     const HostGroups g = host_groups(r, ctx);
     for (int e = 0; e < r.El; e++) {
         // Convert the scales of the expert's weight, once.
@@ -89,19 +87,18 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r,
             const int64_t valid = g.rows[e] - at < rows ? g.rows[e] - at : rows;
             const ScaleTiles x_tile = {x.scale + row * mx_stride(IC), 1, mx_stride(IC), 1, 1};
             mx_blackwell_scales(of_x, x_tile, valid, blocks, ctx);
-            lt_multiply({out + row * OC * out_bytes, OC}, {x.q + row * IC, IC}, {w.q + e * OC * IC, IC},
+            lt_multiply({y + row * OC, OC}, {x.q + row * IC, IC}, {w.q + e * OC * IC, IC},
                         {.m = rows,
                          .n = OC,
                          .k = IC,
                          .transpose_b = true,
-                         .real_out = y == NULL,
                          .a_scale = of_x,
                          .b_scale = of_w},
                         ctx);
         }
 
         // Zero the pad rows.
-        g.clear_pads(out, e, OC * out_bytes, ctx);
+        g.clear_pads((char*)y, e, OC * (int64_t)sizeof(floatX), ctx);
     }
 }
 

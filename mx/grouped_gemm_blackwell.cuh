@@ -7,7 +7,7 @@
 #include "mx/grouped_gemm_mx.h"
 
 // Accumulators are not short here, and any MXFP8 scales are allowed. OC is a multiple of 16.
-void grouped_gemm_lt_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+void grouped_gemm_lt_mx(floatX* y, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 template <typename Out>  // real, or floatX without accumulation
 void grouped_gemm_lt_mx_wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC, int64_t OC,
                               int accumulate, Ctx* ctx);

@@ -43,11 +43,11 @@ static void decode_all(real value[256]) {
     for (int i = 0; i < 256; i++) value[i] = e4m3_value((uint8_t)i);
 }
 
-void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+void grouped_gemm_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     const int64_t columns = ceil_div(OC, TILE), chunks = ceil_div(IC, MX_CHUNK);
     int64_t most = 0;  // rows of the largest group
     for (int32_t e = 0; e < r.El; e++) most = max_i64(most, r.group_start[e + 1] - r.group_start[e]);
-    real *out = y ? y : y_real, value[256];
+    real value[256];
     decode_all(value);
 #pragma omp parallel for schedule(dynamic) collapse(3)
     for (int64_t tile = 0; tile < ceil_div(most, TILE); tile++)
@@ -56,7 +56,7 @@ void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, in
                 // One output tile: its rows and columns, zeros to start. Pad rows stay zeros.
                 const int64_t at = r.group_start[e] + tile * TILE, o = column * TILE, width = min_i64(TILE, OC - o);
                 const int64_t rows = min_i64(TILE, r.group_start[e + 1] - at), valid = r.group_rows[e] - tile * TILE;
-                for (int64_t i = 0; i < rows; i++) memset(out + (at + i) * OC + o, 0, (size_t)width * sizeof(real));
+                for (int64_t i = 0; i < rows; i++) memset(y + (at + i) * OC + o, 0, (size_t)width * sizeof(real));
 
                 // Chunk by chunk of the contraction. A tile of W has one scale.
                 for (int64_t c = 0; c < chunks && rows > 0; c++) {
@@ -64,7 +64,7 @@ void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, in
                                       x.scale + at * mx_stride(IC) + c * (MX_CHUNK / MX_BLOCK), IC, mx_stride(IC)};
                     const Chunk ws = {w.q + (e * OC + o) * IC + c * MX_CHUNK,
                                       w.scale + e * columns * chunks + column * w.stride_o + c * w.stride_c, IC, 0};
-                    add_chunk(out + at * OC + o, OC, xs, ws, min_i64(rows, valid), width,
+                    add_chunk(y + at * OC + o, OC, xs, ws, min_i64(rows, valid), width,
                               min_i64(MX_CHUNK, IC - c * MX_CHUNK), value);
                 }
             }

@@ -349,13 +349,12 @@ __device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensor
     __syncwarp();
 }
 
-template <typename Out>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_mx_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w,
                            const __grid_constant__ CUtensorMap out, const Groups g,
                            const SquareScales::Tensors scales) {
     run_block<Mx>(
-        &x, &w, &out, g, [&](Shared& s) { consume<Out, SquareScales>(s, scales, &out, g.N); }, [](Shared&) {});
+        &x, &w, &out, g, [&](Shared& s) { consume<floatX, SquareScales>(s, scales, &out, g.N); }, [](Shared&) {});
 }
 
 // TMA maps of the output: one for all experts, or one per matrix.
@@ -384,10 +383,10 @@ __global__ void __launch_bounds__(256) zero_without_rows(uint4* dw, const int32_
 
 char* grouped_gemm_mx_missing(Ctx* ctx) { return kernels_without_fast(ctx->capability, ctx->portable); }
 
-void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+void grouped_gemm_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % 8 == 0);
     if (r.capacity == 0 || r.El == 0) return;
-    if (has_block_scales(ctx)) return grouped_gemm_lt_mx(y, y_real, x, w, r, IC, OC, ctx);
+    if (has_block_scales(ctx)) return grouped_gemm_lt_mx(y, x, w, r, IC, OC, ctx);
 
     // W's scales: expert after expert, within an expert the caller's strides.
     const int squares = (int)(mx_tiles(OC) * mx_tiles(IC));
@@ -395,10 +394,7 @@ void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, in
 
     const CUtensorMap from = matrix_map(x.q, 0, r.capacity, IC, BOX, ctx), by = matrix_map(w.q, r.El, OC, IC, BOX, ctx);
     const Groups g = groups_of(r, 0, OC, IC, ctx);
-    if (y)
-        launch(grouped_gemm_mx_kernel<floatX>, ctx, from, by, matrix_map(y, 0, r.capacity, OC, 16, ctx), g, scales);
-    else
-        launch(grouped_gemm_mx_kernel<real>, ctx, from, by, matrix_map(y_real, 0, r.capacity, OC, 16, ctx), g, scales);
+    launch(grouped_gemm_mx_kernel, ctx, from, by, matrix_map(y, 0, r.capacity, OC, 16, ctx), g, scales);
 }
 
 template <typename Out>

@@ -27,9 +27,8 @@ typedef struct MxTiles {
     int64_t stride_o, stride_c;
 } MxTiles;
 
-// y (capacity, OC), and x (capacity, IC), row-wise, whose 4 scale bytes of a chunk are equal. The result is either y,
-// or y_real, which is not rounded; the other one is NULL.
-void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+// y (capacity, OC), and x (capacity, IC), row-wise, whose 4 scale bytes of a chunk are equal.
+void grouped_gemm_mx(floatX* y, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
 // Wgrad, which contracts over an expert's rows: dw (El, OC, IC). Both operands are channels (mx_quantize_channels,
 // mx/mxfp8.h), OC and IC of them, of `length` elements. The scales of x are aligned to 512: those of the four chunks of

@@ -2,6 +2,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "device/check.h"
 #include "device/random.h"
@@ -15,7 +16,8 @@ static const int32_t group_rows[EXPERTS] = {129, 0, 1, 37};
 // bytes.
 typedef struct Case {
     uint8_t x[MOST_ROWS * IC], w[EXPERTS * OC * IC];
-    real y[MOST_ROWS * OC];
+    real y[MOST_ROWS * OC];  // the output, widened from rounded_y
+    floatX rounded_y[MOST_ROWS * OC];
     uint8_t x_scale[MOST_ROWS * STRIDE];  // a chunk's bytes are equal
     uint8_t w_scale[EXPERTS * TILES * CHUNKS];
     int64_t start[EXPERTS + 1];
@@ -84,11 +86,12 @@ double mx_check_error(MxProduct* product, Ctx* ctx) {
     double worst = 0;
     for (int transposed = 0; transposed < 2; transposed++) {
         int64_t stride_o = transposed ? 1 : CHUNKS, stride_c = transposed ? TILES : 1;
-        for (int64_t i = 0; i < rows * OC; i++) c->y[i] = NAN;  // so that unwritten elements show
+        memset(c->rounded_y, 0xff, sizeof(c->rounded_y));  // NaN, so that unwritten elements show
         device_upload(on_device, c, sizeof(Case), ctx);
         const MxBytes x = {on_device->x, on_device->x_scale};
         const MxTiles w = {on_device->w, on_device->w_scale, stride_o, stride_c};
-        product(NULL, on_device->y, x, w, ragged, IC, OC, ctx);
+        product(on_device->rounded_y, x, w, ragged, IC, OC, ctx);
+        device_to_real(on_device->y, on_device->rounded_y, rows * OC, ctx);
         device_download(c->y, on_device->y, (size_t)(rows * OC) * sizeof(real), ctx);
         for (int e = 0; e < EXPERTS; e++)
             for (int64_t r = c->start[e]; r < c->start[e + 1]; r++)

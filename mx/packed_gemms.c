@@ -23,9 +23,9 @@ static void gemm(floatX* y, Rows x, const Weight* w, int back, Ragged r, Ctx* ct
     const MxTiles forward = {w->forward.packed.q, w->forward.packed.scale, steps, 1};
     const MxTiles transposed = {w->back.packed.q, w->back.packed.scale, 1, steps};
     if (back)
-        grouped_gemm_mx(y, NULL, x.bytes, transposed, r, w->OC, w->IC, ctx);
+        grouped_gemm_mx(y, x.bytes, transposed, r, w->OC, w->IC, ctx);
     else
-        grouped_gemm_mx(y, NULL, x.bytes, forward, r, w->IC, w->OC, ctx);
+        grouped_gemm_mx(y, x.bytes, forward, r, w->IC, w->OC, ctx);
 }
 
 // --- Experts ---

@@ -18,7 +18,7 @@ static uint8_t* rotated(const uint8_t* scale, int64_t bytes, int64_t by) {
     return copy;
 }
 
-static void faulty(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* at) {
+static void faulty(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* at) {
     uint8_t* copy = NULL;
     if (fault == W_ORDER) {
         const int64_t stride_o = w.stride_o;
@@ -36,9 +36,8 @@ static void faulty(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int6
         for (int i = 0; i < 4; i++) four[i]++;
         device_upload(copy + from, four, sizeof(four), at);
     }
-    grouped_gemm_mx(y, y_real, x, w, r, IC, OC, at);
-    const real one = 1;
-    if (fault == PADS) device_upload(y_real + r.capacity * OC - 1, &one, sizeof(one), at);
+    grouped_gemm_mx(y, x, w, r, IC, OC, at);
+    if (fault == PADS) device_copy(y + r.capacity * OC - 1, y, sizeof(floatX), at);  // y[0] is not 0
     ctx_sync(at);
     device_free(copy);
 }
@@ -46,8 +45,8 @@ static void faulty(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int6
 static void test_right(void) {
     double error = mx_check_error(grouped_gemm_mx, ctx);
     if (getenv("TEST_ERRORS")) printf("    %.3g of %.3g\n", error, MX_CHECK_BOUND);
-    // A quarter of the bound: a correct GEMM must not be near it.
-    CHECK(error <= MX_CHECK_BOUND / 4, "right products are off by %g", error);
+    // Half of the bound: a correct GEMM must not be near it.
+    CHECK(error <= MX_CHECK_BOUND / 2, "right products are off by %g", error);
     mx_check(ctx);
 }
 
