@@ -48,18 +48,19 @@ static double seconds(int sets, const std::function<void(int)>& call) {
     return times[BATCHES / 2] / 1000.0 / CALLS;
 }
 
-// One buffer for each input and output, with all sets. Set i starts at i * elements, its scales at i * scales.
+// One buffer for each input and output, with all sets. Set i starts at i * elements, its scales at i * scales. `back`
+// has `wide_out` bf16 outputs of all elements.
 struct Buffers {
     int sets;
     floatX *x, *back;
     uint8_t *q, *turned, *scale;
     int64_t scales;
 
-    Buffers(int64_t elements, int64_t scales, bool wide_out) : scales(scales) {
+    Buffers(int64_t elements, int64_t scales, int wide_out) : scales(scales) {
         sets = (int)std::max((int64_t)3, ceil_div((int64_t)1 << 28, elements));
         auto room = [&](int64_t bytes) { return device_alloc((size_t)(sets * bytes), "the benchmark"); };
         x = (floatX*)room(elements * 2), q = (uint8_t*)room(elements), turned = (uint8_t*)room(elements);
-        scale = (uint8_t*)room(scales), back = wide_out ? (floatX*)room(elements * 2) : NULL;
+        scale = (uint8_t*)room(scales), back = (floatX*)room(elements * 2 * wide_out);
         fill<<<1024, 256, 0, ctx->stream>>>(x, sets * elements, 1);
         ctx_sync(ctx);
     }
@@ -107,13 +108,14 @@ static Ragged mixed_rows(int64_t rows) {
 
 // Activations: rows x columns.
 static void bench_rows(int64_t rows, int64_t columns) {
-    const int64_t n = rows * columns, stride = mx_stride(columns);
+    const int64_t n = rows * columns;
     char shape[64];
     snprintf(shape, sizeof(shape), "%lld x %lld", (long long)rows, (long long)columns);
-    const double cast = 3.0 * (double)n + (double)(rows * columns / MX_BLOCK);
-    Buffers b(n, std::max(rows * stride, columns * mx_stride(rows)), true);
+    const double cast = 3.0 * (double)n + (double)(n / MX_BLOCK);
+    Buffers b(n, rows * mx_stride(columns), 1);
+    const Ragged mixed = mixed_rows(rows);
 
-    // Row-wise: quantize and dequantize, the latter also with the permutation to the experts' rows.
+    // Row-wise: quantize, dequantize.
     for (int32_t align : {1, 128}) {
         MxRecipe how = {MX_RCEIL, align};
         row(align == 1 ? "mx_quantize" : "mx_quantize, 128", shape, cast, b.sets, [&](int i) {
@@ -122,10 +124,6 @@ static void bench_rows(int64_t rows, int64_t columns) {
     }
     row("mx_dequantize", shape, cast, b.sets, [&](int i) {
         mx_dequantize(b.back + i * n, {b.q + i * n, b.scale + i * b.scales}, rows, columns, 0, ctx);
-    });
-    const Ragged mixed = mixed_rows(rows);
-    row("mx_dequantize_rows", shape, cast, b.sets, [&](int i) {
-        mx_dequantize_rows(b.back + i * n, {b.q + i * n, b.scale + i * b.scales}, mixed, columns, ctx);
     });
 
     // Column-wise, then both layouts from one read of x.
@@ -149,15 +147,15 @@ static void bench_rows(int64_t rows, int64_t columns) {
                                        {b.q + i * n, b.scale + i * b.scales}, 1, rows, mixed, columns,
                                        {MX_RCEIL, align}, ctx);
             });
-    device_free(mixed.group_start), device_free(mixed.row_token);
 
-    // Transposed, and the statistics of the quantization.
-    for (int32_t align : {1, 128}) {
-        MxRecipe how = {MX_RCEIL, align};
-        row(align == 1 ? "mx_quantize_transposed" : "mx_quantize_transposed, 128", shape, cast, b.sets, [&](int i) {
-            mx_quantize_transposed({b.turned + i * n, b.scale + i * b.scales}, b.x + i * n, 1, rows, columns, how, ctx);
-        });
-    }
+    // Fake quantization in blocks of 32, and the statistics of the quantization.
+    row("mx_round_rows", shape, 4.0 * (double)n, b.sets, [&](int i) {
+        mx_round_rows(b.back + i * n, b.x + i * n, rows, columns, {MX_RCEIL, 1}, ctx);
+    });
+    row("mx_round_columns", shape, 4.0 * (double)n, b.sets, [&](int i) {
+        mx_round_columns(b.back + i * n, b.x + i * n, mixed, columns, {MX_RCEIL, 1}, ctx);
+    });
+    device_free(mixed.group_start), device_free(mixed.row_token);
     QuantizationStats* stats = (QuantizationStats*)device_alloc(sizeof(QuantizationStats), "the benchmark");
     row("mx_stats", shape, 2.0 * (double)n, b.sets, [&](int i) {
         mx_stats(stats, b.x + i * n, NULL, 1, rows, columns, {MX_RCEIL, 128}, ctx);
@@ -170,14 +168,10 @@ static void bench_weights(int64_t experts, int64_t rows, int64_t columns) {
     const int64_t n = experts * rows * columns;
     char shape[64];
     snprintf(shape, sizeof(shape), "%lld x %lld x %lld", (long long)experts, (long long)rows, (long long)columns);
-    Buffers b(n, experts * std::max(columns * mx_stride(rows), rows * mx_stride(columns)), false);
-    const double cast = 3.0 * (double)n + (double)(n / MX_BLOCK);
-    row("mx_quantize", shape, cast, b.sets, [&](int i) {
-        mx_quantize({b.q + i * n, b.scale + i * b.scales}, b.x + i * n, experts * rows, columns, {MX_RCEIL, 1}, ctx);
-    });
-    row("mx_quantize_transposed", shape, cast, b.sets, [&](int i) {
-        mx_quantize_transposed({b.q + i * n, b.scale + i * b.scales}, b.x + i * n, experts, rows, columns,
-                               {MX_RCEIL, 1}, ctx);
+    Buffers b(n, experts * mx_tiles(rows) * mx_tiles(columns), 2);
+    row("mx_round_weight", shape, 6.0 * (double)n, b.sets, [&](int i) {
+        floatX* out = b.back + 2 * i * n;
+        mx_round_weight(out, out + n, b.x + i * n, experts, rows, columns, MX_RCEIL, ctx);
     });
     row("mx_quantize_tiles", shape, 4.0 * (double)n, b.sets, [&](int i) {
         mx_quantize_tiles(b.q + i * n, b.turned + i * n, b.scale + i * b.scales, b.x + i * n, experts, rows, columns,
@@ -205,26 +199,18 @@ static void bench_swiglu(int64_t rows, int64_t F) {
     device_upload(ragged.row_token, token.data(), token.size() * sizeof(int32_t), ctx);
     char shape[64];
     snprintf(shape, sizeof(shape), "%lld x %lld", (long long)used, (long long)F);
-    Buffers b(2 * n, used * mx_stride(2 * F), true);
-    for (int32_t align : {1, 128})
-        row(align == 1 ? "mx_swiglu_quantize" : "mx_swiglu_quantize, 128", shape,
-            5.0 * (double)n + (double)(n / MX_BLOCK), b.sets, [&](int i) {
-                mx_swiglu_quantize({b.q + i * n, b.scale + i * b.scales}, b.x + 2 * i * n, ragged, F, {MX_RCEIL, align},
-                                   ctx);
-            });
+    Buffers b(2 * n, used * mx_stride(2 * F), 1);
+    row("mx_swiglu_quantize", shape, 5.0 * (double)n + (double)(n / MX_BLOCK), b.sets, [&](int i) {
+        mx_swiglu_quantize({b.q + i * n, b.scale + i * b.scales}, b.x + 2 * i * n, ragged, F, MX_RCEIL, ctx);
+    });
     floatX* dap = (floatX*)device_alloc((size_t)(b.sets * n) * sizeof(floatX), "the benchmark");
     float* of_rows = (float*)device_alloc((size_t)(2 * capacity) * sizeof(float), "the benchmark");
     fill<<<1024, 256, 0, ctx->stream>>>(dap, b.sets * n, 2);
     fill<<<1024, 256, 0, ctx->stream>>>((floatX*)of_rows, 2 * capacity, 3);  // gates: arbitrary numbers
     ragged.row_gate = of_rows;
-    for (int32_t align : {1, 128})
-        row(align == 1 ? "mx_swiglu_backward_quantize" : "mx_swiglu_backward_quantize, 128", shape,
-            14.0 * (double)n + (double)(n / (MX_BLOCK / 2)) + 12.0 * (double)used, b.sets, [&](int i) {
-                mx_swiglu_backward_quantize(
-                    {b.q + 2 * i * n, b.scale + i * b.scales},
-                    {b.back + 2 * i * n, (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n},
-                    ragged, F, {MX_RCEIL, align}, ctx);
-            });
+    row("experts_gate_backward", shape, 6.0 * (double)n + 12.0 * (double)used, b.sets, [&](int i) {
+        experts_gate_backward({NULL, (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, NULL}, ragged, F, ctx);
+    });
     ragged.capacity = used;  // no rows after the last group
     const double both = 12.0 * (double)n + (double)(n / (MX_BLOCK / 2)) + (double)(n / (MX_CHUNK / 2));
     row("mx_swiglu_backward_both", shape, both + 12.0 * (double)used, b.sets, [&](int i) {

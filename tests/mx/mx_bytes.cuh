@@ -66,16 +66,18 @@ static void set(X& x, const std::function<uint32_t(int64_t)>& bits) {
     CUDA_CHECK(cudaDeviceSynchronize());
 }
 
-// Every block of 32 has its own magnitude, and mantissas use all bits. A few blocks are subnormal or zero. `broken`:
-// Inf and NaN too.
+// The bits of element i. Every block of 32 has its own magnitude, and mantissas use all bits. A few blocks are
+// subnormal or zero. `broken`: Inf and NaN too.
+static uint32_t wild_bits(int64_t i, int broken) {
+    const uint32_t kind = draw(3, i / 32, 16), exponent = 100 + draw(4, i / 32, 40);
+    if (broken && draw(5, i, 2000) == 0) return draw(6, i, 2) ? 0x7f80u : 0xffc1u;
+    if (kind == 0) return draw(7, i, 2) << 15;
+    if (kind == 1) return draw(7, i, 300) | draw(8, i, 2) << 15;
+    return ((exponent + draw(9, i, 12)) << 7) | draw(7, i, 128) | draw(8, i, 2) << 15;
+}
+
 static void set_wild(X& x, int broken) {
-    set(x, [&](int64_t i) {
-        const uint32_t kind = draw(3, i / 32, 16), exponent = 100 + draw(4, i / 32, 40);
-        if (broken && draw(5, i, 2000) == 0) return draw(6, i, 2) ? 0x7f80u : 0xffc1u;
-        if (kind == 0) return draw(7, i, 2) << 15;
-        if (kind == 1) return draw(7, i, 300) | draw(8, i, 2) << 15;
-        return ((exponent + draw(9, i, 12)) << 7) | draw(7, i, 128) | draw(8, i, 2) << 15;
-    });
+    set(x, [&](int64_t i) { return wild_bits(i, broken); });
 }
 
 static const MxRecipe recipes[] = {{MX_RCEIL, 1}, {MX_FLOOR, 1}, {MX_RCEIL, 128}, {MX_FLOOR, 128}};

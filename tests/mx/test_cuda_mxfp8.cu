@@ -1,6 +1,9 @@
-// CUDA quantization against the reference, bit for bit. Every bf16 is the largest of a block once; subnormal numbers,
-// zeros, Inf and NaN. Widths and heights end inside a chunk, a warp or a block of threads, with 1 to 64 experts.
+// CUDA quantization and fake quantization against the reference, bit for bit. Every bf16 is the largest of a block
+// once; subnormal numbers, zeros, Inf and NaN. Widths and heights end inside a chunk, a warp or a block of threads,
+// with 1 to 64 experts.
 #include "mx/mxfp8.h"
+
+#include <algorithm>
 
 #include "tests/mx/mx_bytes.cuh"
 
@@ -12,6 +15,37 @@ static uint32_t below(uint32_t h, int64_t i) {
     return (largest > step ? largest - step : 0) | sign;
 }
 
+// Compares x with the reference, rounded to bf16. Poison counts as NaN.
+static void check_values(const char* what, X& x) {
+    auto got = x.got();
+    int64_t wrong = 0, first = 0;
+    for (int64_t i = 0; i < x.n; i++) {
+        const double want = __bfloat162float(__double2bfloat16(x.host[(size_t)i])), have = got[(size_t)i];
+        const bool same = want != want ? have != have : have == want && signbit(have) == signbit(want);
+        if (!same && wrong++ == 0) first = i;
+    }
+    CHECK(wrong == 0, "%s: %lld of %lld differ, the first at %lld is %g", what, (long long)wrong, (long long)x.n,
+          (long long)first, got[(size_t)first]);
+}
+
+// Fake quantization of x, into another tensor and in place. Both have a guard of NaN behind them. run(out, x,
+// reference) calls the kernel or the reference. What the reference does not write stays as it is in x.
+template <typename Run>
+static void check_round(const char* what, X& x, Run run) {
+    enum { GUARD = 64 };
+    X out(x.n + GUARD), in_place(x.n + GUARD);
+    std::copy(x.host.begin(), x.host.end(), out.host.begin());
+    run(out.ref(), x.ref(), true);
+    run(out.dev, x.dev, false);
+    check_values(what, out);
+    CUDA_CHECK(cudaMemcpy(in_place.dev, x.dev, (size_t)x.n * sizeof(floatX), cudaMemcpyDeviceToDevice));
+    settle();
+    in_place.host = out.host;
+    run(in_place.dev, in_place.dev, false);
+    check_values(what, in_place);
+}
+
+// Along the rows: q and scales, fake quantization, and the dequantized values of q, which are the same.
 static void check_rows(X& x, int64_t rows, int64_t columns) {
     for (MxRecipe recipe : recipes) {
         Bytes q(rows * columns), scale(rows * mx_stride(columns));
@@ -19,17 +53,37 @@ static void check_rows(X& x, int64_t rows, int64_t columns) {
         REFERENCE(mx_quantize)({q.host.data(), scale.host.data()}, x.ref(), rows, columns, recipe, reference_ctx);
         CHECK_BYTES(q);
         CHECK_BYTES(scale);
+        check_round("mx_round_rows", x, [&](floatX* out, const floatX* in, bool reference) {
+            auto round = reference ? REFERENCE(mx_round_rows) : mx_round_rows;
+            round(out, in, rows, columns, recipe, reference ? reference_ctx : ctx);
+        });
+        X back(x.n);
+        mx_dequantize(back.dev, {q.dev, scale.dev}, rows, columns, 0, ctx);
+        REFERENCE(mx_round_rows)(back.ref(), x.ref(), rows, columns, recipe, reference_ctx);
+        check_values("mx_quantize, mx_dequantize", back);
     }
 }
 
-static void check_columns(X& x, int64_t count, int64_t rows, int64_t columns) {
-    for (MxRecipe recipe : recipes) {
-        Bytes q(count * rows * columns), scale(count * columns * mx_stride(rows));
-        mx_quantize_transposed({q.dev, scale.dev}, x.dev, count, rows, columns, recipe, ctx);
-        REFERENCE(mx_quantize_transposed)
-        ({q.host.data(), scale.host.data()}, x.ref(), count, rows, columns, recipe, reference_ctx);
-        CHECK_BYTES(q);
-        CHECK_BYTES(scale);
+// Down the columns, all rows as one group.
+static void check_columns(X& x, int64_t rows, int64_t columns) {
+    Ragged all = {};
+    all.El = 1, all.capacity = rows;
+    for (MxRecipe recipe : recipes)
+        check_round("mx_round_columns", x, [&](floatX* out, const floatX* in, bool reference) {
+            auto round = reference ? REFERENCE(mx_round_columns) : mx_round_columns;
+            round(out, in, all, columns, recipe, reference ? reference_ctx : ctx);
+        });
+}
+
+// Both copies of a weight. Each has a guard of NaN behind it.
+static void check_weight(X& w, int64_t count, int64_t rows, int64_t columns) {
+    for (int mode = MX_RCEIL; mode <= MX_FLOOR; mode++) {
+        X out(w.n + 64), turned(w.n + 64);
+        mx_round_weight(out.dev, turned.dev, w.dev, count, rows, columns, mode, ctx);
+        REFERENCE(mx_round_weight)
+        (out.ref(), turned.ref(), w.ref(), count, rows, columns, mode, reference_ctx);
+        check_values("mx_round_weight", out);
+        check_values("mx_round_weight, transposed", turned);
     }
 }
 
@@ -55,14 +109,14 @@ static void test_every_bf16(void) {
     });
     check_rows(x, 65536, 32);
     check_rows(x, 64, 65536 / 2);
-    // Column-wise: 64 matrices of 32 x 1024.
+    // Down the columns: 64 matrices of 32 x 1024.
     set(x, [](int64_t i) {
         const int64_t r = i / 1024 % 32;
         const uint32_t h = (uint32_t)(i / 32768 * 1024 + i % 1024);
         return r == draw(10, h, 32) ? h : below(h, i);
     });
-    check_columns(x, 64, 32, 1024);
-    check_columns(x, 1, 2048, 1024);
+    check_columns(x, 2048, 1024);
+    check_weight(x, 64, 32, 1024);
     check_tiles(x, 64, 32, 1024);
 }
 
@@ -77,27 +131,28 @@ static void test_rows(void) {
         }
 }
 
+// Rows end inside a block, a chunk and a block of threads.
 static void test_columns(void) {
+    static const int64_t shapes[][2] = {{1, 32},    {31, 64},   {33, 96},   {127, 160},  {129, 224}, {300, 32},
+                                        {777, 544}, {64, 1056}, {513, 256}, {257, 1408}, {33, 10944}};
+    for (auto& s : shapes)
+        for (int broken = 0; broken < 2; broken++) {
+            X x(s[0] * s[1]);
+            set_wild(x, broken);
+            check_columns(x, s[0], s[1]);
+        }
+}
+
+static void test_weights(void) {
     static const int64_t shapes[][3] = {{1, 32, 32},  {3, 96, 160},   {2, 224, 64},   {8, 288, 416}, {64, 128, 96},
                                         {1, 544, 32}, {1, 1408, 256}, {3, 256, 1408}, {2, 2080, 96}};
     for (auto& s : shapes)
         for (int broken = 0; broken < 2; broken++) {
-            X x(s[0] * s[1] * s[2]);
-            set_wild(x, broken);
-            check_columns(x, s[0], s[1], s[2]);
-            check_tiles(x, s[0], s[1], s[2]);
+            X w(s[0] * s[1] * s[2]);
+            set_wild(w, broken);
+            check_weight(w, s[0], s[1], s[2]);
+            check_tiles(w, s[0], s[1], s[2]);
         }
-}
-
-// Compares x with the reference, rounded to bf16. Poison counts as NaN.
-static void check_values(X& x) {
-    auto got = x.got();
-    int64_t wrong = 0;
-    for (int64_t i = 0; i < x.n; i++) {
-        const double want = __bfloat162float(__double2bfloat16(x.host[(size_t)i])), have = got[(size_t)i];
-        wrong += want != want ? have == have : have != want || signbit(have) != signbit(want);
-    }
-    CHECK(wrong == 0, "%lld of %lld differ", (long long)wrong, (long long)x.n);
 }
 
 static void test_dequantize(void) {
@@ -112,120 +167,115 @@ static void test_dequantize(void) {
         X x(rows * columns);
         mx_dequantize(x.dev, {q.dev, scale.dev}, rows, columns, 0, ctx);
         REFERENCE(mx_dequantize)(x.ref(), {q.host.data(), scale.host.data()}, rows, columns, 0, reference_ctx);
-        check_values(x);
+        check_values("mx_dequantize", x);
     }
 }
 
-// 200 tokens in any order, in four groups: one block of rows, no rows, all tokens, and some pad rows. Behind the last
-// group nothing is read or written.
-static void test_dequantize_rows(void) {
-    enum { N = 200, END = 128 + 512 + 256, CAPACITY = END + 128 };
-    const int32_t rows[4] = {128, 0, 512, 131};
-    I64 start(5);
-    I32 token(CAPACITY);
-    start.host = {0, 128, 128, 640, END};
-    for (int32_t r = 0; r < CAPACITY; r++)
-        token.host[(size_t)r] = r >= END ? 1 << 30 : r >= 640 + rows[3] ? -1 : (int32_t)draw(12, r, N);
-    start.send(), token.send();
-    Ragged on_gpu = {}, on_host = {};
-    on_gpu.El = on_host.El = 4, on_gpu.capacity = on_host.capacity = CAPACITY;
-    on_gpu.group_start = start.dev, on_host.group_start = start.host.data();
-    on_gpu.row_token = token.dev, on_host.row_token = token.host.data();
-    for (int64_t columns : {(int64_t)32, (int64_t)1056, (int64_t)7168}) {
-        Bytes q(N * columns), scale(N * mx_stride(columns));
-        std::vector<uint8_t> bytes((size_t)q.n), scales((size_t)scale.n);
-        for (int64_t i = 0; i < q.n; i++) bytes[(size_t)i] = (uint8_t)draw(13, i, 256);
-        for (int64_t i = 0; i < scale.n; i++) scales[(size_t)i] = (uint8_t)draw(14, i, 256);
-        q.send(bytes), scale.send(scales);
-        X x(CAPACITY * columns);
-        mx_dequantize_rows(x.dev, {q.dev, scale.dev}, on_gpu, columns, ctx);
-        REFERENCE(mx_dequantize_rows)(x.ref(), {q.host.data(), scale.host.data()}, on_host, columns, reference_ctx);
-        check_values(x);
-    }
-}
+// Groups at multiples of 128, with pad rows of zeros, and 128 rows of NaN behind the last group.
+struct Groups {
+    std::vector<int32_t> rows, padded;
+    I64 start;
+    int64_t capacity = 0;
 
-// Groups of whole 128 rows. The rows after the last group are not in use.
-static void test_round_columns(void) {
-    const int64_t starts[5] = {0, 128, 128, 640, 768}, capacity = 1024;
-    const int32_t rows[4] = {128, 0, 512, 128};
-    int64_t* start_dev = (int64_t*)device_alloc(sizeof(starts), "a test");
-    CUDA_CHECK(cudaMemcpy(start_dev, starts, sizeof(starts), cudaMemcpyHostToDevice));
-    Ragged on_gpu = {}, on_host = {};
-    on_gpu.El = on_host.El = 4, on_gpu.capacity = on_host.capacity = capacity;
-    on_gpu.group_start = start_dev, on_host.group_start = (int64_t*)starts, on_host.group_rows = (int32_t*)rows;
-    for (MxRecipe recipe : recipes)
-        for (int64_t columns : {(int64_t)32, (int64_t)1408}) {
-            X x(capacity * columns);
-            set_wild(x, 5);
-            mx_round_columns(x.dev, on_gpu, columns, recipe, ctx);
-            REFERENCE(mx_round_columns)(x.ref(), on_host, columns, recipe, reference_ctx);
-            auto got = x.got();
-            int64_t wrong = 0;
-            for (int64_t i = 0; i < x.n; i++) {
-                const double want = __bfloat162float(__double2bfloat16(x.host[(size_t)i])), have = got[(size_t)i];
-                wrong += want != want ? have == have : have != want;
-            }
-            CHECK(wrong == 0, "%lld of %lld differ", (long long)wrong, (long long)x.n);
+    explicit Groups(const std::vector<int32_t>& counts) : rows(counts), start((int64_t)counts.size() + 1) {
+        for (size_t e = 0; e < rows.size(); e++) {
+            padded.push_back((int32_t)round_up(rows[e], 128));
+            start.host[e] = capacity, capacity += padded[e];
         }
-    device_free(start_dev);
+        start.host[rows.size()] = capacity, capacity += 128;
+        start.send();
+    }
+    // Group of a row; -1: a pad row, -2: behind the last group.
+    int of_row(int64_t row) const {
+        for (size_t e = 0; e < rows.size(); e++)
+            if (row < start.host[e + 1]) return row - start.host[e] < rows[e] ? (int)e : -1;
+        return -2;
+    }
+    Ragged device() {
+        Ragged r = {};
+        r.El = (int32_t)rows.size(), r.capacity = capacity, r.group_start = start.dev;
+        return r;
+    }
+    // The reference gets the same starts. With `broken` pad rows count as rows there too: they become NaN where their
+    // block has NaN.
+    Ragged reference(int broken) {
+        Ragged r = device();
+        r.group_start = start.ref(), r.group_rows = broken ? padded.data() : rows.data();
+        return r;
+    }
+};
+
+// Down the columns of each group: several groups, one expert with all rows, and no rows at all.
+static void test_groups(void) {
+    static const std::vector<int32_t> lists[] = {
+        {128, 0, 512, 131}, {0, 1, 0, 31, 33, 97}, {0, 0, 1111, 0}, {5}, {0, 0}};
+    for (auto& rows : lists)
+        for (int64_t columns : {(int64_t)32, (int64_t)160, (int64_t)1408})
+            for (int broken = 0; broken < 2; broken++) {
+                Groups g(rows);
+                X x(g.capacity * columns);
+                set(x, [&](int64_t i) {
+                    const int e = g.of_row(i / columns);
+                    return e >= 0 ? wild_bits(i, broken) : e == -1 ? 0u : 0x7fc0u;
+                });
+                for (MxRecipe recipe : recipes)
+                    check_round("mx_round_columns", x, [&](floatX* out, const floatX* in, bool reference) {
+                        auto round = reference ? REFERENCE(mx_round_columns) : mx_round_columns;
+                        round(out, in, reference ? g.reference(broken) : g.device(), columns, recipe,
+                              reference ? reference_ctx : ctx);
+                    });
+            }
 }
 
 // Uneven groups: an empty one, and one of several chunks for a block of threads. Inputs: bf16 values, quantized rows,
 // and quantized tokens in any order. Behind the last group nothing is written.
 static void test_channels(void) {
-    enum { N = 300, EL = 5, END = 128 + 640 + 128 + 256, CAPACITY = END + 128 };
-    const int32_t rows[EL] = {128, 0, 600, 1, 131};
-    I64 start(EL + 1);
-    I32 token(CAPACITY);
-    start.host = {0, 128, 128, 768, 896, END};
-    auto is_pad = [&](int64_t r) {
-        int e = 0;
-        while (e + 1 < EL && r >= start.host[(size_t)e + 1]) e++;
-        return r - start.host[(size_t)e] >= rows[e];
-    };
-    for (int32_t r = 0; r < CAPACITY; r++)
-        token.host[(size_t)r] = r >= END ? 1 << 30 : is_pad(r) ? -1 : (int32_t)draw(15, r, N);
-    start.send(), token.send();
-    Ragged on_gpu = {}, on_host = {};
-    on_gpu.El = on_host.El = EL, on_gpu.capacity = on_host.capacity = CAPACITY;
-    on_gpu.group_start = start.dev, on_host.group_start = start.host.data();
-    on_host.group_rows = (int32_t*)rows;
+    const int64_t N = 300;
+    Groups g({128, 0, 600, 1, 131});
+    const int64_t capacity = g.capacity;
+    I32 token(capacity);
+    for (int64_t r = 0; r < capacity; r++) {
+        const int e = g.of_row(r);
+        token.host[(size_t)r] = e == -2 ? 1 << 30 : e == -1 ? -1 : (int32_t)draw(15, r, N);
+    }
+    token.send();
+    Ragged on_gpu = g.device(), on_host = g.reference(0);
     on_gpu.row_token = token.dev, on_host.row_token = token.host.data();
     for (MxRecipe recipe :
          {MxRecipe{MX_RCEIL, 128}, MxRecipe{MX_FLOOR, 128}, MxRecipe{MX_RCEIL, 512}, MxRecipe{MX_FLOOR, 512}})
         for (int64_t columns : {(int64_t)32, (int64_t)160, (int64_t)1408}) {
             // Values; those of some columns are small.
-            Bytes q(columns * CAPACITY), scale(CAPACITY / 128 * columns);
-            X x(CAPACITY * columns);
+            Bytes q(columns * capacity), scale(capacity / 128 * columns);
+            X x(capacity * columns);
             set(x, [&](int64_t i) {
-                if (i / columns >= END) return 0x7fc0u;
-                if (is_pad(i / columns)) return 0u;
+                const int e = g.of_row(i / columns);
+                if (e < 0) return e == -1 ? 0u : 0x7fc0u;
                 if (draw(16, i, 3000) == 0) return draw(17, i, 2) ? 0x7f80u : 0xffc1u;
                 return (((i % columns % 9 == 5 ? 10 : 100) + draw(18, i / 40, 30) + draw(19, i, 12)) << 7) |
                        draw(20, i, 128) | draw(21, i, 2) << 15;
             });
-            mx_quantize_channels({q.dev, scale.dev}, x.dev, CAPACITY, on_gpu, columns, recipe, ctx);
+            mx_quantize_channels({q.dev, scale.dev}, x.dev, capacity, on_gpu, columns, recipe, ctx);
             REFERENCE(mx_quantize_channels)
-            ({q.host.data(), scale.host.data()}, x.ref(), CAPACITY, on_host, columns, recipe, reference_ctx);
+            ({q.host.data(), scale.host.data()}, x.ref(), capacity, on_host, columns, recipe, reference_ctx);
             CHECK_BYTES(q);
             CHECK_BYTES(scale);
 
             // Quantized rows, with zeros in pad rows; then quantized tokens.
             for (int tokens = 0; tokens < 2; tokens++) {
-                const int64_t held = tokens ? N : CAPACITY, stride = mx_stride(columns);
+                const int64_t held = tokens ? N : capacity, stride = mx_stride(columns);
                 Bytes from(held * columns), from_scale(held * stride);
                 std::vector<uint8_t> bytes((size_t)from.n), scales((size_t)from_scale.n);
                 for (int64_t i = 0; i < from.n; i++) {
-                    const bool pad = !tokens && (i / columns >= END || is_pad(i / columns));
+                    const bool pad = !tokens && g.of_row(i / columns) < 0;
                     bytes[(size_t)i] = (uint8_t)(pad ? 0 : draw(22, i, 4000) == 0 ? 0x7f : draw(23, i, 256) & 0xf7);
                 }
                 for (int64_t i = 0; i < from_scale.n; i++) scales[(size_t)i] = (uint8_t)(20 + draw(24, i, 130));
                 from.send(bytes), from_scale.send(scales);
-                Bytes q2(columns * CAPACITY), scale2(CAPACITY / 128 * columns);
-                mx_requantize_channels({q2.dev, scale2.dev}, {from.dev, from_scale.dev}, tokens, CAPACITY, on_gpu,
+                Bytes q2(columns * capacity), scale2(capacity / 128 * columns);
+                mx_requantize_channels({q2.dev, scale2.dev}, {from.dev, from_scale.dev}, tokens, capacity, on_gpu,
                                        columns, recipe, ctx);
                 REFERENCE(mx_requantize_channels)
-                ({q2.host.data(), scale2.host.data()}, {from.host.data(), from_scale.host.data()}, tokens, CAPACITY,
+                ({q2.host.data(), scale2.host.data()}, {from.host.data(), from_scale.host.data()}, tokens, capacity,
                  on_host, columns, recipe, reference_ctx);
                 CHECK_BYTES(q2);
                 CHECK_BYTES(scale2);
@@ -282,9 +332,9 @@ int main(void) {
     RUN(test_every_bf16);
     RUN(test_rows);
     RUN(test_columns);
+    RUN(test_weights);
+    RUN(test_groups);
     RUN(test_dequantize);
-    RUN(test_dequantize_rows);
-    RUN(test_round_columns);
     RUN(test_channels);
     RUN(test_both);
     return test_summary();
