@@ -39,8 +39,8 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
 
         // y = W x or dx = W^T dy: our kernel in MXFP8, the library in bf16.
         auto mine = [&] {
-            grouped_gemm_mx(ours, nullptr, {qx, sx},
-                            {dgrad ? qw_transposed : qw, sw, dgrad ? 1 : tiles_i, dgrad ? tiles_i : 1}, g.r, K, N, ctx);
+            grouped_gemm_mx(ours, {qx, sx}, {dgrad ? qw_transposed : qw, sw, dgrad ? 1 : tiles_i, dgrad ? tiles_i : 1},
+                            g.r, K, N, ctx);
         };
         auto library = [&] {
             for (int e = 0; e < El; e++)

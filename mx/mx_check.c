@@ -86,7 +86,7 @@ double mx_check_error(MxProduct* product, Ctx* ctx) {
     double worst = 0;
     for (int transposed = 0; transposed < 2; transposed++) {
         int64_t stride_o = transposed ? 1 : CHUNKS, stride_c = transposed ? TILES : 1;
-        memset(c->rounded_y, 0xff, sizeof(c->rounded_y));  // NaN, so that unwritten elements show
+        memset((void*)c->rounded_y, 0xff, sizeof(c->rounded_y));  // NaN, so that unwritten elements show
         device_upload(on_device, c, sizeof(Case), ctx);
         const MxBytes x = {on_device->x, on_device->x_scale};
         const MxTiles w = {on_device->w, on_device->w_scale, stride_o, stride_c};

@@ -3,15 +3,16 @@
 // Tolerances. In one step the tensor cores add 32 products to the running sum, with about 14 bits below the largest of
 // them. So a chunk of 128 is off by some 2^-13 of its larger partial sums: about 1.25e-4 of the whole output in norm.
 // Allowed: 4e-4, and for a single row, where sums may cancel, 4e-3 (a wrong scale is off by half of its chunk at
-// least). The bits that are cut off must not bias the result: the mean error along the sign of the output stays under
-// 5e-5 of a row's rms. The output in bf16 must be exactly the output in float32, rounded.
+// least). y is rounded to bf16 after that: 2^-9 of an element at most, or 1.7e-3 of a norm. The bits that are cut off
+// must not bias the result: the mean error along the sign of the output stays under 5e-5 of a row's rms. Rounding to
+// bf16 has no bias: over 10,000 elements or more its mean is below 2e-5.
 #include <cuda_fp8.h>
 
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mxfp8.h"
 #include "tests/ragged.cuh"
 
-static const double ROW_TOLERANCE = 4e-3, TENSOR_TOLERANCE = 4e-4, BIAS_TOLERANCE = 5e-5;
+static const double ROW_TOLERANCE = 4e-3 + 0x1p-9, TENSOR_TOLERANCE = 4e-4 + 1.7e-3, BIAS_TOLERANCE = 5e-5;
 
 // Quantizes a block of elements (rows x columns inside a matrix) with one scale, RCEIL. Returns the scale.
 static uint8_t quantize(uint8_t* q, const real* x, int64_t rows, int64_t columns, int64_t stride) {
@@ -80,52 +81,44 @@ struct Operands {
         send();
     }
     void send() { x.send(), x_scale.send(), w.send(), w_scale.send(); }
-    void run(X* y, R* y_real, Layout& l) {
-        grouped_gemm_mx(y ? y->dev : nullptr, y_real ? y_real->dev : nullptr, {x.dev, x_scale.dev},
-                        {w.dev, w_scale.dev, stride_o, stride_c}, l.device(), IC, OC, ctx);
+    void run(X& y, Layout& l) {
+        grouped_gemm_mx(y.dev, {x.dev, x_scale.dev}, {w.dev, w_scale.dev, stride_o, stride_c}, l.device(), IC, OC, ctx);
     }
-    void reference(R& y, Layout& l) {
+    void reference(X& y, Layout& l) {
         REFERENCE(grouped_gemm_mx)
-        (nullptr, y.ref(), {x.host.data(), x_scale.host.data()},
-         {w.host.data(), w_scale.host.data(), stride_o, stride_c}, l.reference(), IC, OC, reference_ctx);
+        (y.ref(), {x.host.data(), x_scale.host.data()}, {w.host.data(), w_scale.host.data(), stride_o, stride_c},
+         l.reference(), IC, OC, reference_ctx);
     }
 };
 
-// Both outputs: every token's row close, every pad row zero, everything behind unchanged.
+// Every token's row close, every pad row zero, everything behind unchanged.
 static void compare(const Rows& rows, int64_t IC, int64_t OC, bool transposed_scales = false) {
     int before = test_failures_here;
     Layout l(rows);
     Operands p(l, IC, OC, transposed_scales);
 
-    // Both outputs, and the reference of both.
-    R y(l.held * OC);
-    X rounded(l.held * OC);
-    p.run(nullptr, &y, l), p.run(&rounded, nullptr, l);
+    X y(l.held * OC);
+    p.run(y, l);
     p.reference(y, l);
-    rounded.host = y.host;
-    check_rows("y in float32", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE);
-    check_rows("y in bf16", rounded, l, OC, ROW_TOLERANCE + 0x1p-8);
+    check_rows("y", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE);
 
-    // The bias of the errors. And bf16 must be float32, rounded.
-    auto got = y.got(), got_rounded = rounded.got();
+    // The bias of the errors.
+    auto got = y.got();
     double along = 0;
-    int64_t unlike = 0, count = 0;
+    int64_t count = 0;
     for (int64_t row = 0; row < l.end; row++) {
         if (l.expert(row) < 0) continue;
         double norm = 0, row_along = 0;
         for (int64_t c = row * OC; c < (row + 1) * OC; c++) {
             const double r = y.host[(size_t)c], d = got[(size_t)c] - r;
             norm += r * r, row_along += r > 0 ? d : -d, count++;
-            unlike += !(got_rounded[(size_t)c] == (double)__bfloat162float(__double2bfloat16(got[(size_t)c])));
         }
         along += row_along / sqrt(norm / (double)OC);
     }
 
-    // The checks of both.
     const double bias = count ? fabs(along) / (double)count : 0;
     if (getenv("TEST_ERRORS")) printf("    bias %.3g of %.3g\n", bias, BIAS_TOLERANCE);
     CHECK(bias <= BIAS_TOLERANCE || count < 10000, "y is off by %g towards one side", bias);
-    CHECK(unlike == 0, "%lld elements in bf16 are not those in float32, rounded", (long long)unlike);
     if (test_failures_here > before)
         printf("    with IC %lld, OC %lld, %d experts, %lld rows\n", (long long)IC, (long long)OC, l.El(),
                (long long)l.end);
@@ -173,9 +166,7 @@ static void test_repeats(void) {
     Layout l(random_rows(24, 400, 7));
     Operands p(l, 544, 712, false);
     X y(l.held * p.OC);
-    R y_real(l.held * p.OC);
-    CHECK_REPEATS(y, p.run(&y, nullptr, l));
-    CHECK_REPEATS(y_real, p.run(nullptr, &y_real, l));
+    CHECK_REPEATS(y, p.run(y, l));
 }
 
 // NaN values and scales of x reach their rows. Those of W reach the columns and tiles of their expert. Nothing else
@@ -193,8 +184,8 @@ static void test_nan_stays(void) {
     p.send();
 
     // These and no others are NaN.
-    R y(l.held * OC);
-    p.run(nullptr, &y, l);
+    X y(l.held * OC);
+    p.run(y, l);
     auto got = y.got();
     int64_t wrong = 0;
     for (int e = 0; e < l.El(); e++)
@@ -217,8 +208,8 @@ static void test_extreme_scales(void) {
         for (int r = 0; r < n; r++) std::fill_n(&p.x_scale.host[(size_t)(r * mx_stride(128))], 4, (uint8_t)scales[r]);
         p.w_scale.host[0] = (uint8_t)sw;
         p.send();
-        R y(l.held * p.OC);
-        p.run(nullptr, &y, l);
+        X y(l.held * p.OC);
+        p.run(y, l);
         p.reference(y, l);
         auto got = y.got();
 

@@ -82,8 +82,7 @@ static void late_on_bytes(void) {
     check_late(
         y,
         [&] {
-            grouped_gemm_mx(y.dev, nullptr, {x.dev, x_scale.dev}, {w.dev, w_scale.dev, IC / 128, 1}, l.device(), IC, OC,
-                            ctx);
+            grouped_gemm_mx(y.dev, {x.dev, x_scale.dev}, {w.dev, w_scale.dev, IC / 128, 1}, l.device(), IC, OC, ctx);
         },
         [] {}, [&] { return std::vector<std::vector<double>>{y.got()}; });
 }
