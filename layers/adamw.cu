@@ -22,8 +22,8 @@ static __global__ void __launch_bounds__(LIST_THREADS, 4)
                     fix2 = (float)(1 / state->correction2);
         float g[8], p[8], m1[8], v1[8];
         load_masters(p, buffer.weight + i, buffer.master + i);
-        load_moments(m1, m + i);
-        load_moments(v1, v + i);
+        load(m1, m + i);
+        load(v1, v + i);
         load_gradients(g, buffer, i);
 
         // The update of m, v and master (formulas in the header).
@@ -37,8 +37,8 @@ static __global__ void __launch_bounds__(LIST_THREADS, 4)
 
         // Store everything.
         store_masters(buffer.weight + i, buffer.master + i, p);
-        store_moments(m + i, m1);
-        store_moments(v + i, v1);
+        store(m + i, m1);
+        store(v + i, v1);
     }
 }
 

@@ -139,15 +139,10 @@ struct Work {
     }
 };
 
-// Reductions over the four lanes that share a row of an accumulator.
+// The sum over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
 // Makes a warp-uniform value provably uniform. The compiler then keeps it, and all that follows from it, in uniform

@@ -42,8 +42,7 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += x[i] * y[i];
     }
-#pragma unroll
-    for (int i = LANES / 2; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    sum = warp_sum<LANES>(sum);
 
     // The initial accumulators of the row.
     if (lane == 0) {
@@ -67,7 +66,7 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
 #pragma unroll 4
     for (int64_t h = 0; h < H; h++) {
         float x[8];
-        load_real(x, part + h * T * D);
+        load(x, part + h * T * D);
 #pragma unroll
         for (int j = 0; j < 8; j++) sum[j] += x[j];
     }

@@ -89,7 +89,7 @@ __device__ __forceinline__ void softmax(ForwardState<D>& c) {
         float old = c.top[half], most = c.s[2 * half];
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) most = fmaxf(most, fmaxf(c.s[4 * j + 2 * half], c.s[4 * j + 2 * half + 1]));
-        most = quad_max(most);
+        most = warp_max<4>(most);
         if (!FIRST) most = fmaxf(most, old);
         c.top[half] = most;
         // Rescaling of the earlier sums. The factor is exactly 1 where the maximum stays: anything else, such as the

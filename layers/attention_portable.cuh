@@ -210,7 +210,7 @@ __device__ __forceinline__ void online_softmax(PortableForwardWarp<D>& w, float 
         float most = -INFINITY, here = 0;
 #pragma unroll
         for (int j = 0; j < STEP / 4; j++) most = fmaxf(most, s[i / 2][j / 2][i % 2 * 2 + j % 2]);
-        most = quad_max(most);
+        most = warp_max<4>(most);
         if (row + 8 * i + lane / 4 < T) w.largest = fmaxf(w.largest, most * w.scale);
         const bool follow = (most - old) * scale2 > 8;
         if (follow) w.top[i] = most;

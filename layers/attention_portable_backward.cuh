@@ -31,22 +31,12 @@ typedef uint4 Fragments[2][2][32];
 
 __device__ __forceinline__ void put_fragments(Fragments to, const uint32_t (&a)[2][2][4]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint32_t* x = a[i / 2][i % 2];
-        to[i / 2][i % 2][threadIdx.x % 32] = make_uint4(x[0], x[1], x[2], x[3]);
-    }
+    for (int i = 0; i < 4; i++) memcpy(&to[i / 2][i % 2][threadIdx.x % 32], a[i / 2][i % 2], sizeof(uint4));
 }
 
 __device__ __forceinline__ void get_fragments(uint32_t (&a)[2][2][4], const Fragments from) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint4 x = from[i / 2][i % 2][threadIdx.x % 32];
-        uint32_t* to = a[i / 2][i % 2];
-        to[0] = x.x;
-        to[1] = x.y;
-        to[2] = x.z;
-        to[3] = x.w;
-    }
+    for (int i = 0; i < 4; i++) memcpy(a[i / 2][i % 2], &from[i / 2][i % 2][threadIdx.x % 32], sizeof(uint4));
 }
 
 // Barrier of the two warps of a pair. With a barrier number unknown to the compiler, it would reserve all 16.

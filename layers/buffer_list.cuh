@@ -30,7 +30,7 @@ static __device__ __forceinline__ void load_gradients(float g[8], const Buffer& 
     if (buffer.rounded)
         load(g, buffer.rounded + i);
     else
-        load_real(g, buffer.grad + i);
+        load(g, buffer.grad + i);
 }
 
 // 8 master weights, with their working weights: pairs of 16 bits.
@@ -55,12 +55,6 @@ static __device__ __forceinline__ void store_masters(floatX* weight, Master* mas
     *(uint4*)weight = make_uint4(highs[0], highs[1], highs[2], highs[3]);
     *(uint4*)master = make_uint4(lows[0], lows[1], lows[2], lows[3]);
 }
-
-// 8 moments, stored as float32 or bf16.
-static __device__ __forceinline__ void load_moments(float m[8], const float* p) { load_real(m, p); }
-static __device__ __forceinline__ void load_moments(float m[8], const floatX* p) { load(m, p); }
-static __device__ __forceinline__ void store_moments(float* p, const float m[8]) { store_real(p, m); }
-static __device__ __forceinline__ void store_moments(floatX* p, const float m[8]) { store(p, m); }
 
 // Launches kernel(list, arguments...) for all buffers. Their lengths are multiples of 8.
 template <typename Buffer, typename... Parameters, typename... Arguments>

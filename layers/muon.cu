@@ -26,14 +26,14 @@ static __global__ void __launch_bounds__(THREADS)
     const float scale = (float)state->grad_scale, momentum = opt->momentum;
     Momentum* m = (Momentum*)buffer.m;
     float g[8], m1[8], u[8];
-    load_moments(m1, m + i);
+    load(m1, m + i);
     load_gradients(g, buffer, i);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         m1[j] = momentum * m1[j] + scale * g[j];
         u[j] = scale * g[j] + momentum * m1[j];
     }
-    store_moments(m + i, m1);
+    store(m + i, m1);
     store(buffer.x + i, u);
 }
 

@@ -214,7 +214,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, P == 1 ? 2 : 1)
     extern __shared__ __align__(16) char shared[];
     auto sums = (float(*)[P * STEP]) shared;
 #pragma unroll
-    for (int i = 0; i < P; i++) store_real(&sums[team][first + i * STEP], dw[i]);
+    for (int i = 0; i < P; i++) store(&sums[team][first + i * STEP], dw[i]);
     __syncthreads();
     for (int c = threadIdx.x; c < C; c += BACKWARD_THREADS) {
         float sum = 0;
