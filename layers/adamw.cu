@@ -8,15 +8,13 @@
 template <typename Moment>
 static __global__ void __launch_bounds__(LIST_THREADS, 4)
     adamw_kernel(const __grid_constant__ BufferList<AdamWBuffer> list, const AdamW* option, const StepState* state) {
-    const int b = list_buffer(list);
-    const AdamWBuffer& buffer = list.buffer[b];
+    const auto [buffer, i] = list_place(list);
     Moment *m = (Moment*)buffer.m, *v = (Moment*)buffer.v;
     const int64_t n = buffer.n, n_decay = buffer.n_decay;
     wait_for_previous();
     const AdamW opt = *option;
     if (!state->ok) return;
     // Eight elements: all loads are issued first.
-    const int64_t i = list_element(list, b);
     if (i < n) {
         const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
                     fix2 = (float)(1 / state->correction2);

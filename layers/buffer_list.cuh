@@ -12,16 +12,17 @@ struct BufferList {
     unsigned first[LIST_BUFFERS + 1];
 };
 
-// The buffer of this block: lane b compares with the end of buffer b.
+// The buffer of this block, and the first of this thread's 8 elements in it. Lane b compares with the end of buffer b.
 template <typename Buffer>
-static __device__ __forceinline__ int list_buffer(const BufferList<Buffer>& list) {
-    return __popc(__ballot_sync(0xffffffffu, blockIdx.x >= list.first[threadIdx.x % 32 + 1]));
-}
+struct ListPlace {
+    const Buffer& buffer;
+    int64_t i;
+};
 
-// The first of this thread's 8 elements in buffer b.
 template <typename Buffer>
-static __device__ __forceinline__ int64_t list_element(const BufferList<Buffer>& list, int b) {
-    return ((blockIdx.x - list.first[b]) * (int64_t)LIST_THREADS + threadIdx.x) * 8;
+static __device__ __forceinline__ ListPlace<Buffer> list_place(const BufferList<Buffer>& list) {
+    const int b = __popc(__ballot_sync(0xffffffffu, blockIdx.x >= list.first[threadIdx.x % 32 + 1]));
+    return {list.buffer[b], ((blockIdx.x - list.first[b]) * (int64_t)LIST_THREADS + threadIdx.x) * 8};
 }
 
 // 8 gradients of a buffer from element i on.
