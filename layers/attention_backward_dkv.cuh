@@ -15,17 +15,6 @@
 
 namespace {
 
-// Initializes an accumulator: every row gets the same 2N numbers, one per column.
-template <int N>
-__device__ __forceinline__ void start_columns(float (&d)[N], const float* columns) {
-#pragma unroll
-    for (int j = 0; j < N / 4; j++) {
-        float2 x = *(const float2*)(columns + 8 * j + threadIdx.x % 4 * 2);
-        d[4 * j] = d[4 * j + 2] = x.x;
-        d[4 * j + 1] = d[4 * j + 3] = x.y;
-    }
-}
-
 enum { DK_QUERIES = 64, DK_STAGES = 3 };
 
 // Shared memory of a block: its keys and values, three stages of queries with their dout, lse and delta.

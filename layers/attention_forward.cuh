@@ -212,12 +212,4 @@ __global__ void __launch_bounds__(THREADS, 1) attention_forward_kernel(const __g
                                 [&](auto& sh, Consumer me) { consume(sh, me, out, lse, max_logit, p); });
 }
 
-template <int D>
-void run_forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
-                 AttnShape s, Ctx* ctx) {
-    const Problem p = problem_of(s, ctx);
-    launch_long(attention_forward_kernel<D>, min_i64(p.order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
-                maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, max_logit, p);
-}
-
 }  // namespace

@@ -303,12 +303,4 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     take_in_logit(max_logit, w.largest);
 }
 
-template <int D>
-void portable_forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
-                      AttnShape s, Ctx* ctx) {
-    const Order order = order_of(s, TILE);
-    launch(attention_portable_forward_kernel<D>, order.total(), WARPS * 32, sizeof(PortableForwardShared<D>), ctx, out,
-           lse, max_logit, q, kv, k_rope, s, order);
-}
-
 }  // namespace
