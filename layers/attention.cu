@@ -30,6 +30,7 @@
 // GPUs without WGMMA have kernels of their own, with the same chunks and passes (attention_portable.cuh).
 #include "layers/attention.h"
 
+#include <new>
 #include <type_traits>
 
 #include "device/wgmma.cuh"
@@ -99,7 +100,7 @@ struct Maps {
 template <int N, bool EVERY_THREAD = false>
 struct Ring {
     uint64_t full[N], empty[N];
-    __device__ void init() {
+    __device__ Ring() {
         for (int i = 0; i < N; i++) {
             barrier_init(&full[i], 1);
             barrier_init(&empty[i], EVERY_THREAD ? 256 : 8);  // arrivals of the consumers: two warpgroups
@@ -159,12 +160,12 @@ struct Consumer {
 // registers to the consumers.
 template <typename Shared, typename Produce, typename Consume>
 __device__ __forceinline__ void run_block(Produce produce, Consume consume) {
-    // Shared memory, with its barriers set up.
+    // Shared memory. One thread sets up the barriers.
     HOPPER_ONLY();
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
     if (threadIdx.x == 0) {
-        sh.init();
+        new (&sh) Shared;
         barrier_init_fence();
     }
     previous_is_done();

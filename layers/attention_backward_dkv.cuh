@@ -28,10 +28,6 @@ struct KeysShared {
     float delta[DK_STAGES][DK_QUERIES];
     Ring<DK_STAGES, true> ring;  // each thread releases it, because each reads lse and delta
     Work work;
-    __device__ void init() {
-        work.ring.init();
-        ring.init();
-    }
 };
 
 // The producer thread: takes work tiles and issues their loads.

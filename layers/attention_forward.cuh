@@ -23,11 +23,6 @@ struct ForwardShared {
     floatX v[2][2][TILE][D];
     Work work;
     Ring<2> k_ring, v_ring;
-    __device__ void init() {
-        work.ring.init();
-        k_ring.init();
-        v_ring.init();
-    }
 };
 
 // The producer thread: takes work tiles and issues their loads.
