@@ -112,12 +112,7 @@ static __device__ double margin_quantile(const int64_t* margins, int e, int32_t 
     }
 
     // The number of tokens up to each lane's last bin: an inclusive scan. Every histogram counts all tokens.
-    int64_t last = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const int64_t before = __shfl_up_sync(0xffffffffu, last, d);
-        if (lane >= d) last += before;
-    }
+    const int64_t last = warp_scan(own);
     const double wanted = (double)__shfl_sync(0xffffffffu, last, 31) * K / E;
 
     // The first lane that reaches the wanted number walks over its bins.
