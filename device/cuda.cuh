@@ -173,6 +173,17 @@ static __device__ __forceinline__ T warp_sum(T x) {
     return x;
 }
 
+// Inclusive prefix sum over a warp.
+template <typename T>
+static __device__ __forceinline__ T warp_scan(T x) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const T before = __shfl_up_sync(0xffffffffu, x, d);
+        if ((int)threadIdx.x % 32 >= d) x += before;
+    }
+    return x;
+}
+
 // The sum over a block, warp by warp, returned in every thread.
 static __device__ __forceinline__ double block_sum(double x) {
     __shared__ double part[32];

@@ -139,16 +139,9 @@ static __device__ __forceinline__ void tma_wait_read() {
 template <typename T>
 static inline CUtensorMap tensor_map(const T* p, int dims, const int64_t* size, const int64_t* stride, const int* box,
                                      Ctx* ctx) {
-    // Sizes and strides in the driver's types, strides in bytes.
-    CUtensorMap map;
-    cuuint64_t sizes[5], strides[5];
-    cuuint32_t boxes[5], ones[5];
-    for (int i = 0; i < dims; i++) {
-        sizes[i] = (cuuint64_t)size[i];
-        boxes[i] = (cuuint32_t)box[i];
-        ones[i] = 1;
-        if (i) strides[i - 1] = (cuuint64_t)stride[i - 1] * sizeof(T);
-    }
+    // Strides in bytes.
+    cuuint64_t strides[4];
+    for (int i = 0; i + 1 < dims; i++) strides[i] = (cuuint64_t)stride[i] * sizeof(T);
 
     // The type, and a swizzle over the box's width.
     const CUtensorMapDataType type = sizeof(T) == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
@@ -160,9 +153,11 @@ static inline CUtensorMap tensor_map(const T* p, int dims, const int64_t* size, 
                                                      : CU_TENSOR_MAP_SWIZZLE_32B;
 
     // The driver refuses addresses and strides that are not multiples of 16 bytes, and box sizes above 256.
-    CUresult result = ctx->encode_tiled(&map, type, (cuuint32_t)dims, (void*)p, sizes, strides, boxes, ones,
-                                        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const cuuint32_t every[5] = {1, 1, 1, 1, 1};
+    CUtensorMap map;
+    CUresult result = ctx->encode_tiled(&map, type, (cuuint32_t)dims, (void*)p, (const cuuint64_t*)size, strides,
+                                        (const cuuint32_t*)box, every, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         die(EXIT_FAILED, "%s:%d: cuTensorMapEncodeTiled: error %d (pointer %p, %d dimensions, %lld x %lld)", __FILE__,
             __LINE__, (int)result, (const void*)p, dims, (long long)size[1], (long long)size[0]);

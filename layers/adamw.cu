@@ -8,38 +8,34 @@
 template <typename Moment>
 static __global__ void __launch_bounds__(LIST_THREADS, 4)
     adamw_kernel(const __grid_constant__ BufferList<AdamWBuffer> list, const AdamW* option, const StepState* state) {
-    const int b = list_buffer(list);
-    const AdamWBuffer& buffer = list.buffer[b];
+    const auto [buffer, i] = list_place(list);
     Moment *m = (Moment*)buffer.m, *v = (Moment*)buffer.v;
-    const int64_t n = buffer.n, n_decay = buffer.n_decay;
     wait_for_previous();
     const AdamW opt = *option;
-    if (!state->ok) return;
+    if (i >= buffer.n || !state->ok) return;
+
     // Eight elements: all loads are issued first.
-    const int64_t i = list_element(list, b);
-    if (i < n) {
-        const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
-                    fix2 = (float)(1 / state->correction2);
-        float g[8], p[8], m1[8], v1[8];
-        load_masters(p, buffer.weight + i, buffer.master + i);
-        load_moments(m1, m + i);
-        load_moments(v1, v + i);
-        load_gradients(g, buffer, i);
+    const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
+                fix2 = (float)(1 / state->correction2);
+    float g[8], p[8], m1[8], v1[8];
+    load_masters(p, buffer.weight + i, buffer.master + i);
+    load(m1, m + i);
+    load(v1, v + i);
+    load_gradients(g, buffer, i);
 
-        // The update of m, v and master (formulas in the header).
+    // The update of m, v and master (formulas in the header).
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            float gj = scale * g[j], decay = i + j < n_decay ? opt.weight_decay : 0;
-            m1[j] = opt.beta1 * m1[j] + (1 - opt.beta1) * gj;
-            v1[j] = opt.beta2 * v1[j] + (1 - opt.beta2) * gj * gj;
-            p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
-        }
-
-        // Store everything.
-        store_masters(buffer.weight + i, buffer.master + i, p);
-        store_moments(m + i, m1);
-        store_moments(v + i, v1);
+    for (int j = 0; j < 8; j++) {
+        float gj = scale * g[j], decay = i + j < buffer.n_decay ? opt.weight_decay : 0;
+        m1[j] = opt.beta1 * m1[j] + (1 - opt.beta1) * gj;
+        v1[j] = opt.beta2 * v1[j] + (1 - opt.beta2) * gj * gj;
+        p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
     }
+
+    // Store everything.
+    store_masters(buffer.weight + i, buffer.master + i, p);
+    store(m + i, m1);
+    store(v + i, v1);
 }
 
 void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, const StepState* state, Ctx* ctx) {

@@ -30,6 +30,7 @@
 // GPUs without WGMMA have kernels of their own, with the same chunks and passes (attention_portable.cuh).
 #include "layers/attention.h"
 
+#include <new>
 #include <type_traits>
 
 #include "device/wgmma.cuh"
@@ -99,7 +100,7 @@ struct Maps {
 template <int N, bool EVERY_THREAD = false>
 struct Ring {
     uint64_t full[N], empty[N];
-    __device__ void init() {
+    __device__ Ring() {
         for (int i = 0; i < N; i++) {
             barrier_init(&full[i], 1);
             barrier_init(&empty[i], EVERY_THREAD ? 256 : 8);  // arrivals of the consumers: two warpgroups
@@ -139,15 +140,10 @@ struct Work {
     }
 };
 
-// Reductions over the four lanes that share a row of an accumulator.
+// The sum over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
 // Makes a warp-uniform value provably uniform. The compiler then keeps it, and all that follows from it, in uniform
@@ -164,12 +160,12 @@ struct Consumer {
 // registers to the consumers.
 template <typename Shared, typename Produce, typename Consume>
 __device__ __forceinline__ void run_block(Produce produce, Consume consume) {
-    // Shared memory, with its barriers set up.
+    // Shared memory. One thread sets up the barriers.
     HOPPER_ONLY();
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
     if (threadIdx.x == 0) {
-        sh.init();
+        new (&sh) Shared;
         barrier_init_fence();
     }
     previous_is_done();
@@ -241,6 +237,17 @@ __device__ __forceinline__ void zero(float (&d)[N]) {
     for (int i = 0; i < N; i++) d[i] = 0;
 }
 
+// Initializes an accumulator: every row gets the same N / 2 numbers, one per column.
+template <int N>
+__device__ __forceinline__ void start_columns(float (&d)[N], const float* columns) {
+#pragma unroll
+    for (int j = 0; j < N / 4; j++) {
+        float2 x = *(const float2*)(columns + 8 * j + threadIdx.x % 4 * 2);
+        d[4 * j] = d[4 * j + 2] = x.x;
+        d[4 * j + 1] = d[4 * j + 3] = x.y;
+    }
+}
+
 // Stores the first COLUMNS columns of an accumulator, times `times`, as a row in memory. Half 0 is row l / 4, half 1 is
 // row l / 4 + 8. Neighbouring lanes exchange values, so that each writes 8 bytes and four of them one sector.
 template <int COLUMNS, int N>
@@ -310,10 +317,6 @@ Workspace workspace_of(AttnShape s, char* base) {
     return w;
 }
 
-Workspace get_workspace(AttnShape s, Ctx* ctx) {
-    return workspace_of(s, ctx_workspace<char>(ctx, (int64_t)workspace_of(s, nullptr).bytes));
-}
-
 }  // namespace
 
 #include "layers/attention_backward.cuh"
@@ -321,14 +324,60 @@ Workspace get_workspace(AttnShape s, Ctx* ctx) {
 #include "layers/attention_portable.cuh"
 #include "layers/attention_portable_backward.cuh"
 
+namespace {
+
+template <int D>
+void forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
+             AttnShape s, Ctx* ctx) {
+    if (ctx->portable) {
+        const Order order = order_of(s, TILE);
+        return launch(attention_portable_forward_kernel<D>, order.total(), WARPS * 32, sizeof(PortableForwardShared<D>),
+                      ctx, out, lse, max_logit, q, kv, k_rope, s, order);
+    }
+    const Problem p = problem_of(s, ctx);
+    launch_long(attention_forward_kernel<D>, min_i64(p.order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
+                maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, max_logit, p);
+}
+
+template <int D>
+void backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
+              const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
+    // 1. delta and lse, the initial accumulators
+    const Workspace w = workspace_of(s, ctx_workspace<char>(ctx, (int64_t)attention_workspace(s)));
+    const int64_t rows = w.padded * s.H;  // of a sequence
+    ASSERT(s.B < 65536 && rows < INT32_MAX);
+    launch_early(attention_delta_kernel<D>, dim3(blocks_for(rows, 256 / (D / 4)), (unsigned)s.B), 256, 0, ctx, w.delta,
+                 w.lse, dout, out, lse, s.T, s.H, w.padded, s.scale);
+
+    // 2. dq; 3. dk and dv
+    if (ctx->portable) {
+        const Order order = order_of(s, STEP);
+        launch(attention_portable_dq_kernel<D>, order.total(), WARPS * 32, sizeof(PortableQueriesShared<D>), ctx, dq,
+               w.lse, w.delta, dout, q, kv, k_rope, s, w.padded, order);
+        launch(attention_portable_dkv_kernel<D>, order.total(), WARPS * 32, sizeof(PortableKeysShared<D>), ctx, dkv,
+               w.rope_part, w.lse, w.delta, dout, q, kv, k_rope, s, w.padded, order);
+    } else {
+        const Problem p = problem_of(s, ctx);
+        const int64_t blocks = min_i64(p.order.total(), ctx->sms);
+        launch_long(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
+                    maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, p);
+        launch_long(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
+                    maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, p);
+    }
+
+    // 4. dk_rope: the sum over the heads
+    launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,
+                 s.B, s.T, s.H, s.k_rope_stride);
+}
+
+}  // namespace
+
 size_t attention_workspace(AttnShape s) { return workspace_of(s, nullptr).bytes; }
 
 void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
                        AttnShape s, Ctx* ctx) {
     check_shape(s, k_rope);
-    auto hopper = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
-    auto portable = s.rope == 64 ? portable_forward<64> : s.rope == 32 ? portable_forward<32> : portable_forward<16>;
-    const auto run = ctx->portable ? portable : hopper;
+    const auto run = s.rope == 64 ? forward<64> : s.rope == 32 ? forward<32> : forward<16>;
     run(out, lse, max_logit, q, kv, k_rope, s, ctx);
 }
 
@@ -337,8 +386,6 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
                         Ctx* ctx) {
     check_shape(s, k_rope);
     check_shape(s, dk_rope);
-    auto hopper = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
-    auto portable = s.rope == 64 ? portable_backward<64> : s.rope == 32 ? portable_backward<32> : portable_backward<16>;
-    const auto run = ctx->portable ? portable : hopper;
+    const auto run = s.rope == 64 ? backward<64> : s.rope == 32 ? backward<32> : backward<16>;
     run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
 }

@@ -42,8 +42,7 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += x[i] * y[i];
     }
-#pragma unroll
-    for (int i = LANES / 2; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    sum = warp_sum<LANES>(sum);
 
     // The initial accumulators of the row.
     if (lane == 0) {
@@ -67,47 +66,11 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
 #pragma unroll 4
     for (int64_t h = 0; h < H; h++) {
         float x[8];
-        load_real(x, part + h * T * D);
+        load(x, part + h * T * D);
 #pragma unroll
         for (int j = 0; j < 8; j++) sum[j] += x[j];
     }
     store(dk_rope + token * stride + column, sum);
-}
-
-// The first and the last of the four kernels, used on every GPU.
-template <int D>
-void run_delta(Workspace w, const floatX* dout, const floatX* out, const real* lse, AttnShape s, Ctx* ctx) {
-    const int64_t rows = w.padded * s.H;  // of a sequence
-    ASSERT(s.B < 65536 && rows < INT32_MAX);
-    launch_early(attention_delta_kernel<D>, dim3(blocks_for(rows, 256 / (D / 4)), (unsigned)s.B), 256, 0, ctx, w.delta,
-                 w.lse, dout, out, lse, s.T, s.H, w.padded, s.scale);
-}
-
-template <int D>
-void run_sum_rope(floatX* dk_rope, Workspace w, AttnShape s, Ctx* ctx) {
-    launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,
-                 s.B, s.T, s.H, s.k_rope_stride);
-}
-
-template <int D>
-void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
-                  const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
-    // 1. delta and lse, the initial accumulators
-    const Workspace w = get_workspace(s, ctx);
-    run_delta<D>(w, dout, out, lse, s, ctx);
-
-    // 2. dq: 128 queries a work tile
-    const Problem p = problem_of(s, ctx);
-    const int64_t blocks = min_i64(p.order.total(), ctx->sms);
-    launch_long(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
-                maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, p);
-
-    // 3. dk and dv: 128 keys a work tile
-    launch_long(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
-                maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, p);
-
-    // 4. dk_rope: the sum over the heads
-    run_sum_rope<D>(dk_rope, w, s, ctx);
 }
 
 }  // namespace

@@ -15,17 +15,6 @@
 
 namespace {
 
-// Initializes an accumulator: every row gets the same 2N numbers, one per column.
-template <int N>
-__device__ __forceinline__ void start_columns(float (&d)[N], const float* columns) {
-#pragma unroll
-    for (int j = 0; j < N / 4; j++) {
-        float2 x = *(const float2*)(columns + 8 * j + threadIdx.x % 4 * 2);
-        d[4 * j] = d[4 * j + 2] = x.x;
-        d[4 * j + 1] = d[4 * j + 3] = x.y;
-    }
-}
-
 enum { DK_QUERIES = 64, DK_STAGES = 3 };
 
 // Shared memory of a block: its keys and values, three stages of queries with their dout, lse and delta.
@@ -39,10 +28,6 @@ struct KeysShared {
     float delta[DK_STAGES][DK_QUERIES];
     Ring<DK_STAGES, true> ring;  // each thread releases it, because each reads lse and delta
     Work work;
-    __device__ void init() {
-        work.ring.init();
-        ring.init();
-    }
 };
 
 // The producer thread: takes work tiles and issues their loads.

@@ -28,11 +28,6 @@ struct QueriesShared {
     Work work;
     Ring<K_STAGES> k_ring;
     Ring<V_STAGES> v_ring;
-    __device__ void init() {
-        work.ring.init();
-        k_ring.init();
-        v_ring.init();
-    }
 };
 
 // The producer thread: takes work tiles and issues their loads.

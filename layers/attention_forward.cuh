@@ -23,11 +23,6 @@ struct ForwardShared {
     floatX v[2][2][TILE][D];
     Work work;
     Ring<2> k_ring, v_ring;
-    __device__ void init() {
-        work.ring.init();
-        k_ring.init();
-        v_ring.init();
-    }
 };
 
 // The producer thread: takes work tiles and issues their loads.
@@ -89,7 +84,7 @@ __device__ __forceinline__ void softmax(ForwardState<D>& c) {
         float old = c.top[half], most = c.s[2 * half];
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) most = fmaxf(most, fmaxf(c.s[4 * j + 2 * half], c.s[4 * j + 2 * half + 1]));
-        most = quad_max(most);
+        most = warp_max<4>(most);
         if (!FIRST) most = fmaxf(most, old);
         c.top[half] = most;
         // Rescaling of the earlier sums. The factor is exactly 1 where the maximum stays: anything else, such as the
@@ -210,14 +205,6 @@ __global__ void __launch_bounds__(THREADS, 1) attention_forward_kernel(const __g
                                                                        float* lse, float* max_logit, const Problem p) {
     run_block<ForwardShared<D>>([&](auto& sh) { produce(sh, maps, p); },
                                 [&](auto& sh, Consumer me) { consume(sh, me, out, lse, max_logit, p); });
-}
-
-template <int D>
-void run_forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
-                 AttnShape s, Ctx* ctx) {
-    const Problem p = problem_of(s, ctx);
-    launch_long(attention_forward_kernel<D>, min_i64(p.order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
-                maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, max_logit, p);
 }
 
 }  // namespace

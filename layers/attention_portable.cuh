@@ -210,7 +210,7 @@ __device__ __forceinline__ void online_softmax(PortableForwardWarp<D>& w, float 
         float most = -INFINITY, here = 0;
 #pragma unroll
         for (int j = 0; j < STEP / 4; j++) most = fmaxf(most, s[i / 2][j / 2][i % 2 * 2 + j % 2]);
-        most = quad_max(most);
+        most = warp_max<4>(most);
         if (row + 8 * i + lane / 4 < T) w.largest = fmaxf(w.largest, most * w.scale);
         const bool follow = (most - old) * scale2 > 8;
         if (follow) w.top[i] = most;
@@ -301,14 +301,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         store_row<2 * D>(out + row_of(head, t, T, H) * 2 * D, *(const float(*)[D])w.o[i / 2], i % 2, 1 / l, t < T);
     }
     take_in_logit(max_logit, w.largest);
-}
-
-template <int D>
-void portable_forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
-                      AttnShape s, Ctx* ctx) {
-    const Order order = order_of(s, TILE);
-    launch(attention_portable_forward_kernel<D>, order.total(), WARPS * 32, sizeof(PortableForwardShared<D>), ctx, out,
-           lse, max_logit, q, kv, k_rope, s, order);
 }
 
 }  // namespace

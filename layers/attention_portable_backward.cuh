@@ -31,22 +31,12 @@ typedef uint4 Fragments[2][2][32];
 
 __device__ __forceinline__ void put_fragments(Fragments to, const uint32_t (&a)[2][2][4]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint32_t* x = a[i / 2][i % 2];
-        to[i / 2][i % 2][threadIdx.x % 32] = make_uint4(x[0], x[1], x[2], x[3]);
-    }
+    for (int i = 0; i < 4; i++) memcpy(&to[i / 2][i % 2][threadIdx.x % 32], a[i / 2][i % 2], sizeof(uint4));
 }
 
 __device__ __forceinline__ void get_fragments(uint32_t (&a)[2][2][4], const Fragments from) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint4 x = from[i / 2][i % 2][threadIdx.x % 32];
-        uint32_t* to = a[i / 2][i % 2];
-        to[0] = x.x;
-        to[1] = x.y;
-        to[2] = x.z;
-        to[3] = x.w;
-    }
+    for (int i = 0; i < 4; i++) memcpy(a[i / 2][i % 2], &from[i / 2][i % 2][threadIdx.x % 32], sizeof(uint4));
 }
 
 // Barrier of the two warps of a pair. With a barrier number unknown to the compiler, it would reserve all 16.
@@ -189,16 +179,6 @@ struct PortableKeysShared {
     float lse[STEP], delta[STEP];  // as attention_delta_kernel writes them
 };
 
-// Initializes s (32, 32): every row gets the same numbers, one per column.
-__device__ __forceinline__ void start_columns(float (&s)[2][4][4], const float* columns) {
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-        const float2 x = *(const float2*)(columns + 8 * n + threadIdx.x % 4 * 2);
-#pragma unroll
-        for (int i = 0; i < 8; i++) s[i / 4][n][i % 4] = i % 2 ? x.y : x.x;
-    }
-}
-
 // A head's queries in global memory, with their dout, lse and delta.
 struct HeadQueries {
     const floatX *q, *dout;
@@ -239,7 +219,7 @@ __device__ __forceinline__ void dkv_tile(PortableKeysShared<D>& sh, float (&dk)[
     copy_async_wait<0>();
     __syncthreads();
     copy_dout(sh, queries, m);
-    start_columns(s, sh.lse + mine);
+    for (int half = 0; half < 2; half++) start_columns(*(float(*)[16])s[half], sh.lse + mine);
     warp_multiply_rows<D, 3, STEP>(s, sh.k[0][at.pair_row], sh.q[0][mine]);
     for_each(s, [&](float& x, int i, int column) {
         x = exp2_approx(x * scale2);
@@ -251,7 +231,7 @@ __device__ __forceinline__ void dkv_tile(PortableKeysShared<D>& sh, float (&dk)[
     // dout has arrived: dP^T = v dout^T - delta, dS^T = P^T (dP^T - delta), with P rounded as the GEMM uses it.
     copy_async_wait<0>();
     __syncthreads();
-    start_columns(s, sh.delta + mine);
+    for (int half = 0; half < 2; half++) start_columns(*(float(*)[16])s[half], sh.delta + mine);
     warp_multiply_rows<D, 2, STEP>(s, sh.v[0][at.pair_row], sh.dout[0][mine]);
 #pragma unroll
     for (int i = 0; i < 32; i++) {
@@ -319,19 +299,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         for (int j = D / 8; j < D * 3 / 16; j++)
             *(float2*)(part + 16 * j - 2 * D) = make_float2(dk[m][j][e] * shape.scale, dk[m][j][e + 1] * shape.scale);
     }
-}
-
-template <int D>
-void portable_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
-                       const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
-    const Workspace w = get_workspace(s, ctx);
-    const Order order = order_of(s, STEP);
-    run_delta<D>(w, dout, out, lse, s, ctx);
-    launch(attention_portable_dq_kernel<D>, order.total(), WARPS * 32, sizeof(PortableQueriesShared<D>), ctx, dq, w.lse,
-           w.delta, dout, q, kv, k_rope, s, w.padded, order);
-    launch(attention_portable_dkv_kernel<D>, order.total(), WARPS * 32, sizeof(PortableKeysShared<D>), ctx, dkv,
-           w.rope_part, w.lse, w.delta, dout, q, kv, k_rope, s, w.padded, order);
-    run_sum_rope<D>(dk_rope, w, s, ctx);
 }
 
 }  // namespace

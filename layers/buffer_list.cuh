@@ -12,16 +12,17 @@ struct BufferList {
     unsigned first[LIST_BUFFERS + 1];
 };
 
-// The buffer of this block: lane b compares with the end of buffer b.
+// The buffer of this block, and the first of this thread's 8 elements in it. Lane b compares with the end of buffer b.
 template <typename Buffer>
-static __device__ __forceinline__ int list_buffer(const BufferList<Buffer>& list) {
-    return __popc(__ballot_sync(0xffffffffu, blockIdx.x >= list.first[threadIdx.x % 32 + 1]));
-}
+struct ListPlace {
+    const Buffer& buffer;
+    int64_t i;
+};
 
-// The first of this thread's 8 elements in buffer b.
 template <typename Buffer>
-static __device__ __forceinline__ int64_t list_element(const BufferList<Buffer>& list, int b) {
-    return ((blockIdx.x - list.first[b]) * (int64_t)LIST_THREADS + threadIdx.x) * 8;
+static __device__ __forceinline__ ListPlace<Buffer> list_place(const BufferList<Buffer>& list) {
+    const int b = __popc(__ballot_sync(0xffffffffu, blockIdx.x >= list.first[threadIdx.x % 32 + 1]));
+    return {list.buffer[b], ((blockIdx.x - list.first[b]) * (int64_t)LIST_THREADS + threadIdx.x) * 8};
 }
 
 // 8 gradients of a buffer from element i on.
@@ -30,7 +31,7 @@ static __device__ __forceinline__ void load_gradients(float g[8], const Buffer& 
     if (buffer.rounded)
         load(g, buffer.rounded + i);
     else
-        load_real(g, buffer.grad + i);
+        load(g, buffer.grad + i);
 }
 
 // 8 master weights, with their working weights: pairs of 16 bits.
@@ -55,12 +56,6 @@ static __device__ __forceinline__ void store_masters(floatX* weight, Master* mas
     *(uint4*)weight = make_uint4(highs[0], highs[1], highs[2], highs[3]);
     *(uint4*)master = make_uint4(lows[0], lows[1], lows[2], lows[3]);
 }
-
-// 8 moments, stored as float32 or bf16.
-static __device__ __forceinline__ void load_moments(float m[8], const float* p) { load_real(m, p); }
-static __device__ __forceinline__ void load_moments(float m[8], const floatX* p) { load(m, p); }
-static __device__ __forceinline__ void store_moments(float* p, const float m[8]) { store_real(p, m); }
-static __device__ __forceinline__ void store_moments(floatX* p, const float m[8]) { store(p, m); }
 
 // Launches kernel(list, arguments...) for all buffers. Their lengths are multiples of 8.
 template <typename Buffer, typename... Parameters, typename... Arguments>

@@ -117,9 +117,9 @@ static __global__ void __launch_bounds__(32 * RUN_WARPS)
     if (end && !shared) {
         float* d = dtable + token[i] * C + c;
         float acc[8] = {};
-        if (c < C) load_real(acc, d);
+        if (c < C) load(acc, d);
         add_rows(acc, dout, position, i, end, c, C);
-        if (c < C) store_real(d, acc);
+        if (c < C) store(d, acc);
     }
     __syncthreads();
 
@@ -130,7 +130,7 @@ static __global__ void __launch_bounds__(32 * RUN_WARPS)
         const int64_t start = first + s, length = ends[s] - start;
         float acc[8] = {};
         add_rows(acc, dout, position, start + length * warp / RUN_WARPS, start + length * (warp + 1) / RUN_WARPS, c, C);
-        store_real(&part[warp][lane * 8], acc);
+        store(&part[warp][lane * 8], acc);
         __syncthreads();
         const int64_t mine = stripe + threadIdx.x;
         if (threadIdx.x < 256 && mine < C) {

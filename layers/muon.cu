@@ -18,22 +18,20 @@ enum { THREADS = LIST_THREADS, CHUNK = 32768 };
 template <typename Momentum>
 static __global__ void __launch_bounds__(THREADS)
     muon_momentum_kernel(const __grid_constant__ BufferList<MuonBuffer> list, const Muon* opt, const StepState* state) {
-    const int b = list_buffer(list);
-    const MuonBuffer& buffer = list.buffer[b];
-    const int64_t i = list_element(list, b);
+    const auto [buffer, i] = list_place(list);
     wait_for_previous();
     if (i >= buffer.n || !state->ok) return;
     const float scale = (float)state->grad_scale, momentum = opt->momentum;
     Momentum* m = (Momentum*)buffer.m;
     float g[8], m1[8], u[8];
-    load_moments(m1, m + i);
+    load(m1, m + i);
     load_gradients(g, buffer, i);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         m1[j] = momentum * m1[j] + scale * g[j];
         u[j] = scale * g[j] + momentum * m1[j];
     }
-    store_moments(m + i, m1);
+    store(m + i, m1);
     store(buffer.x + i, u);
 }
 
@@ -128,9 +126,7 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
 
 static __global__ void __launch_bounds__(THREADS)
     muon_update_kernel(const __grid_constant__ BufferList<MuonBuffer> list, const Muon* opt, const StepState* state) {
-    const int b = list_buffer(list);
-    const MuonBuffer& buffer = list.buffer[b];
-    const int64_t i = list_element(list, b);
+    const auto [buffer, i] = list_place(list);
     wait_for_previous();
     if (i >= buffer.n || !state->ok) return;
     const float lr = opt->lr, decay = opt->weight_decay;

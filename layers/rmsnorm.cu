@@ -5,18 +5,12 @@
 // is a block; four teams of one warp share a block.
 //
 // Backward: a persistent kernel with one block per SM (two for narrow rows). A block has 16 warps, divided into teams
-// that walk the rows. Double buffering: while a team computes one row, its threads copy their vectors of the next into
-// shared memory.
+// that walk the rows. While a team computes one row, its threads load their vectors of the next into registers. That is
+// enough in flight, and more rows at once would only scatter the accesses over more pages of DRAM.
 //
-//   buffer 0   | row 0: load |  row 0: dot, dx, dw  | row 2: load          |  row 2: dot, dx, dw  |
-//   buffer 1                 | row 1: load          |  row 1: dot, dx, dw  | row 3: load          |    time -->
-//
-// That is enough in flight, and more rows at once would only scatter the accesses over more pages of DRAM. Each thread
-// keeps its sums of dw in registers. The sums of the blocks go to the workspace, and a second launch adds them in a
-// fixed order. No atomics, so the bits do not depend on timing.
+// Each thread keeps its sums of dw in registers. The sums of the blocks go to the workspace, and a second launch adds
+// them in a fixed order. No atomics, so the bits do not depend on timing.
 #include "layers/rmsnorm.h"
-
-#include <cuda_pipeline_primitives.h>
 
 #include "layers/rows.cuh"
 
@@ -148,112 +142,79 @@ void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* 
     forward<true>(sum, y, rstd, a, b, C, w, eps, N, C, ctx);
 }
 
-// A row in a buffer of the backward kernel. A thread reads only its own copies.
+// A thread's vectors of a row in backward. dx is loaded where it is added to.
 template <int P>
-struct RowBuffer {
-    Vec8 x[P][BACKWARD_THREADS], dy[P][BACKWARD_THREADS], dx[P][BACKWARD_THREADS];
+struct BackwardRow {
+    Vec8 x[P], dy[P], dx[P];
+    float rstd;
 };
-
-// Backward's tensors of N rows, and the columns of the thread: vectors at first, first + step, ..
-struct BackwardRows {
-    floatX* dx;
-    const floatX *dy, *x;
-    int64_t stride, N, C;
-    int accumulate, first, step;
-};
-
-// Starts the copies of a row: x, dy and, where dx is added to, dx.
-template <int P>
-static __device__ __forceinline__ void fetch_row(RowBuffer<P>& to, const BackwardRows& in, int64_t row) {
-#pragma unroll
-    for (int i = 0; i < P; i++) {
-        const int c = in.first + i * in.step;
-        if (row >= in.N || c >= in.C) continue;
-        __pipeline_memcpy_async(&to.x[i][threadIdx.x], in.x + row * in.stride + c, 16);
-        __pipeline_memcpy_async(&to.dy[i][threadIdx.x], in.dy + row * in.C + c, 16);
-        if (in.accumulate) __pipeline_memcpy_async(&to.dx[i][threadIdx.x], in.dx + row * in.stride + c, 16);
-    }
-    __pipeline_commit();
-}
-
-// The thread's part of sum_j g_j x_j with g = dy w, and dw += dy x rstd. Columns from `width` on count as zeros.
-template <int P>
-static __device__ __forceinline__ float dot_row(float (&dw)[P][8], const RowBuffer<P>& row, const Vec8 (&weight)[P],
-                                                float r, const BackwardRows& in, int64_t width) {
-    float dot = 0;
-#pragma unroll
-    for (int i = 0; i < P; i++) {
-        if (in.first + i * in.step >= width) continue;
-        float f[8], g[8], scale[8];
-        floats_of(f, row.x[i][threadIdx.x]);
-        floats_of(g, row.dy[i][threadIdx.x]);
-        floats_of(scale, weight[i]);
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            dot += g[j] * scale[j] * f[j];
-            dw[i][j] += g[j] * f[j] * r;
-        }
-    }
-    return dot;
-}
-
-// dx = rstd (g - x k), or added to dx.
-template <int P>
-static __device__ __forceinline__ void write_dx(floatX* dx, const RowBuffer<P>& row, const Vec8 (&weight)[P], float r,
-                                                float k, const BackwardRows& in, int64_t width) {
-#pragma unroll
-    for (int i = 0; i < P; i++) {
-        const int c = in.first + i * in.step;
-        if (c >= width) continue;
-        float f[8], g[8], scale[8], before[8] = {};
-        floats_of(f, row.x[i][threadIdx.x]);
-        floats_of(g, row.dy[i][threadIdx.x]);
-        floats_of(scale, weight[i]);
-        if (in.accumulate) floats_of(before, row.dx[i][threadIdx.x]);
-#pragma unroll
-        for (int j = 0; j < 8; j++) f[j] = before[j] + r * (g[j] * scale[j] - f[j] * k);
-        store(dx + c, f);
-    }
-}
 
 template <int P, int WARPS>
 static __global__ void __launch_bounds__(BACKWARD_THREADS, P == 1 ? 2 : 1)
     rmsnorm_backward_kernel(floatX* dx, float* partial, const floatX* dy, const floatX* x, int64_t stride,
                             const floatX* w, const float* rstd, int64_t N, int64_t C, int accumulate) {
-    // The shape of the block, the team of this thread, and the double buffer in shared memory.
+    // The shape of the block, and the team of this thread.
     constexpr int TEAMS = BACKWARD_WARPS / WARPS, STEP = 32 * WARPS * 8;
-    extern __shared__ __align__(16) char shared[];
-    RowBuffer<P>* buffers = (RowBuffer<P>*)shared;
     const int team = threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 8;
-    const BackwardRows in = {dx, dy, x, stride, N, C, accumulate, first, STEP};
     const int64_t next = (int64_t)gridDim.x * TEAMS;  // from row to row of a team
+    auto load_row = [&](int64_t row) {                // zeros after the last
+        const int64_t width = row < N ? C : 0;
+        BackwardRow<P> in = {};
+        load_vectors<P>(in.x, x + row * stride, first, STEP, width);
+        load_vectors<P>(in.dy, dy + row * C, first, STEP, width);
+        if (accumulate) load_vectors<P>(in.dx, dx + row * stride, first, STEP, width);
+        if (row < N) in.rstd = rstd[row];
+        return in;
+    };
     wait_for_previous();
 
     // The first row is loaded before the loop; in the loop always the next one.
     int64_t row = blockIdx.x * (int64_t)TEAMS + team;
-    fetch_row(buffers[0], in, row);
-    Vec8 weight[P];
+    BackwardRow<P> here = load_row(row);
+    Vec8 weight[P] = {};
     load_vectors<P>(weight, w, first, STEP, C);
-    float dw[P][8] = {}, next_r = row < N ? rstd[row] : 0;
+    float dw[P][8] = {};
     for (int turn = 0; row - team < N; row += next, turn ^= 1) {  // same count for all teams (barrier in team_sum)
-        // The next row starts to load; this one has arrived.
-        fetch_row(buffers[turn ^ 1], in, row + next);
-        const int64_t width = row < N ? C : 0;
-        const float r = next_r;
-        if (row + next < N) next_r = rstd[row + next];
-        __pipeline_wait_prior(1);
+        const BackwardRow<P> ahead = load_row(row + next);
+        const float r = here.rstd;
 
-        // k = rstd^2 mean_j(g_j x_j)
-        const float dot = dot_row(dw, buffers[turn], weight, r, in, width);
+        // The thread's part of sum_j g_j x_j with g = dy w; dw += dy x rstd
+        float dot = 0, f[8], g[8], scale[8];
+#pragma unroll
+        for (int i = 0; i < P; i++) {
+            floats_of(f, here.x[i]);
+            floats_of(g, here.dy[i]);
+            floats_of(scale, weight[i]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                dot += g[j] * scale[j] * f[j];
+                dw[i][j] += g[j] * f[j] * r;
+            }
+        }
+
+        // k = rstd^2 mean_j(g_j x_j); dx = rstd (g - x k), or added to dx
         const float k = team_sum<WARPS, TEAMS>(dot, team, turn) / C * r * r;
-        write_dx(dx + row * stride, buffers[turn], weight, r, k, in, width);
+#pragma unroll
+        for (int i = 0; i < P; i++) {
+            const int c = first + i * STEP;
+            if (row >= N || c >= C) continue;
+            float before[8];
+            floats_of(f, here.x[i]);
+            floats_of(g, here.dy[i]);
+            floats_of(scale, weight[i]);
+            floats_of(before, here.dx[i]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) f[j] = before[j] + r * (g[j] * scale[j] - f[j] * k);
+            store(dx + row * stride + c, f);
+        }
+        here = ahead;
     }
-    __syncthreads();
 
     // Epilogue: the block's dw. The teams' sums are added in order.
+    extern __shared__ __align__(16) char shared[];
     auto sums = (float(*)[P * STEP]) shared;
 #pragma unroll
-    for (int i = 0; i < P; i++) store_real(&sums[team][first + i * STEP], dw[i]);
+    for (int i = 0; i < P; i++) store(&sums[team][first + i * STEP], dw[i]);
     __syncthreads();
     for (int c = threadIdx.x; c < C; c += BACKWARD_THREADS) {
         float sum = 0;
@@ -281,17 +242,6 @@ static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, in
     if (threadIdx.x == 0 && blockIdx.x * 32 + threadIdx.y < C) dw[blockIdx.x * 32 + threadIdx.y] += sum;
 }
 
-static void check_shared(size_t bytes, int64_t C, const Ctx* ctx) {
-    int device, most;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    if (bytes > (size_t)most)
-        die(EXIT_USAGE,
-            "the norm of %lld columns needs %lld KB of shared memory, and a block on %s has %d; choose --dim, --q-lora "
-            "and --kv-lora up to 8192",
-            (long long)C, (long long)(bytes >> 10), ctx->name, most >> 10);
-}
-
 size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(min_i64(N, 2 * SMS) * C) * sizeof(float); }
 
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
@@ -301,11 +251,9 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
     int64_t blocks = 0;
     by_width<BACKWARD_P>(C, [&](auto p, auto warps) {
-        // One block per SM: its double buffer takes the shared memory. Narrow rows: two blocks, for more loads in
-        // flight.
+        // One block per SM, whose two rows take the registers. Narrow rows: two blocks, for more loads in flight.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-        const size_t shared = 2 * 3 * P * BACKWARD_THREADS * sizeof(Vec8);
-        if (C > 8192) check_shared(shared, C, ctx);
+        const size_t shared = P * BACKWARD_THREADS * 8 * sizeof(float);
         blocks = min_i64(ceil_div(N, BACKWARD_WARPS / WARPS), P == 1 ? 2 * SMS : SMS);
         launch_early(rmsnorm_backward_kernel<P, WARPS>, blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x,
                      stride, w, rstd, N, C, accumulate);

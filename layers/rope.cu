@@ -29,7 +29,7 @@ static __global__ void __launch_bounds__(THREADS)
 
     // The angles are loaded before the wait for preceding kernels.
     float angle[8];
-    load_real(angle, table + (uint32_t)n % (uint32_t)s.T * s.D + d);  // no kernel writes the table
+    load(angle, table + (uint32_t)n % (uint32_t)s.T * s.D + d);  // no kernel writes the table
     previous_is_done();
 
     // The heads' vectors: all loads before the first store.

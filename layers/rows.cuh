@@ -33,19 +33,11 @@ static __device__ __forceinline__ void load(float out[8], const floatX* p) { flo
 static __device__ __forceinline__ void store(floatX* p, const float in[8]) { *(Vec8*)p = vec8_of(in); }
 
 // 8 floats, in two accesses of 16 bytes.
-static __device__ __forceinline__ void load_real(float out[8], const float* p) {
-    float4 low = ((const float4*)p)[0], high = ((const float4*)p)[1];
-    out[0] = low.x;
-    out[1] = low.y;
-    out[2] = low.z;
-    out[3] = low.w;
-    out[4] = high.x;
-    out[5] = high.y;
-    out[6] = high.z;
-    out[7] = high.w;
+static __device__ __forceinline__ void load(float out[8], const float* p) {
+    const float4 halves[2] = {((const float4*)p)[0], ((const float4*)p)[1]};
+    memcpy(out, halves, sizeof(halves));
 }
-
-static __device__ __forceinline__ void store_real(float* p, const float in[8]) {
+static __device__ __forceinline__ void store(float* p, const float in[8]) {
     ((float4*)p)[0] = make_float4(in[0], in[1], in[2], in[3]);
     ((float4*)p)[1] = make_float4(in[4], in[5], in[6], in[7]);
 }

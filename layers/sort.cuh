@@ -37,15 +37,6 @@ static __global__ void sort_count(int32_t* counts, Key key, int64_t n, int bins)
     for (int b = threadIdx.x; b < bins; b += SORT_THREADS) counts[b * (int64_t)gridDim.x + blockIdx.x] = histogram[b];
 }
 
-static __device__ __forceinline__ int32_t warp_scan(int32_t x) {  // inclusive
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        int32_t y = __shfl_up_sync(0xffffffffu, x, d);
-        if ((int)threadIdx.x % 32 >= d) x += y;
-    }
-    return x;
-}
-
 static __global__ void sort_scan(int32_t* counts, int32_t* totals, int64_t chunks) {
     wait_for_previous();
     __shared__ int32_t warps[SORT_WARPS];

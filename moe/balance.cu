@@ -30,21 +30,13 @@ static __device__ __forceinline__ void look_at_groups(bool (&inside)[J], float (
     __syncwarp();
     uint32_t group[J];
     float score[J], beta = -INFINITY;
-    best_groups(group, score, mine, s);
+    best_groups(inside, group, score, mine, s);
 #pragma unroll
     for (int j = 0; j < J; j++)
         if (group[j] != 0) beta = fmaxf(beta, score[j]);
     beta = warp_max(beta);
 
     // Each lane writes the values of its groups, then reads those of its experts' groups.
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < J; j++)
-        if (lane + 32 * j < s.groups) mine[lane + 32 * j] = group[j] == 0 ? 1.0f : 0.0f;
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < J; j++) inside[j] = lane + 32 * j < s.E && mine[(lane + 32 * j) / size] != 0;
-    __syncwarp();
 #pragma unroll
     for (int j = 0; j < J; j++)
         if (lane + 32 * j < s.groups) mine[lane + 32 * j] = (beta - score[j]) / (float)experts_in_score(s);
@@ -120,12 +112,7 @@ static __device__ double margin_quantile(const int64_t* margins, int e, int32_t 
     }
 
     // The number of tokens up to each lane's last bin: an inclusive scan. Every histogram counts all tokens.
-    int64_t last = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const int64_t before = __shfl_up_sync(0xffffffffu, last, d);
-        if (lane >= d) last += before;
-    }
+    const int64_t last = warp_scan(own);
     const double wanted = (double)__shfl_sync(0xffffffffu, last, 31) * K / E;
 
     // The first lane that reaches the wanted number walks over its bins.

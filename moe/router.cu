@@ -48,24 +48,16 @@ static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShap
 }
 
 // Keeps the experts of the top_groups best groups; those of the others count as -inf in `value`. `compared`: s + bias
-// of the warp's token in shared memory, which the group flags then overwrite.
+// of the warp's token in shared memory, which is overwritten.
 template <int J>
 static __device__ __forceinline__ void limit_to_groups(uint32_t (&value)[J], float* compared, const RouterShape& s) {
-    const int lane = threadIdx.x % 32, size = s.E / s.groups;
     uint32_t group[J];
     float score[J];
-    best_groups(group, score, compared, s);
-
-    // Each lane looks up the groups of its experts.
-    __syncwarp();
+    bool inside[J];
+    best_groups(inside, group, score, compared, s);
 #pragma unroll
     for (int j = 0; j < J; j++)
-        if (lane + 32 * j < s.groups) compared[lane + 32 * j] = group[j] == 0 ? 1.0f : 0.0f;
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < J; j++)
-        if (lane + 32 * j < s.E && compared[(lane + 32 * j) / size] == 0) value[j] = ordered(-INFINITY);
-    __syncwarp();
+        if (threadIdx.x % 32 + 32 * j < s.E && !inside[j]) value[j] = ordered(-INFINITY);
 }
 
 // The K best experts, one after another, and their gates; lane k keeps choice k. gate_k = s of the selected expert,

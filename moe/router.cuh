@@ -41,11 +41,12 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     return taken;
 }
 
-// The groups of a token from `compared`, its s + bias in shared memory. Lane l has groups l, l + 32, ...: their scores,
-// and `group`, which is 0 for the top_groups best groups (selected) and for groups that do not exist.
+// The groups of a token from `compared`, its s + bias in shared memory, which the group flags then overwrite. Lane l
+// has groups l, l + 32, ...: their scores, and `group`, which is 0 for the top_groups best groups (selected) and for
+// groups that do not exist. inside[j] is true if the token selected the group of expert lane + 32 j.
 template <int J>
-static __device__ __forceinline__ void best_groups(uint32_t (&group)[J], float (&score)[J], const float* compared,
-                                                   const RouterShape& s) {
+static __device__ __forceinline__ void best_groups(bool (&inside)[J], uint32_t (&group)[J], float (&score)[J],
+                                                   float* compared, const RouterShape& s) {
     const int lane = threadIdx.x % 32, size = s.E / s.groups;
 #pragma unroll
     for (int j = 0; j < J; j++) {
@@ -66,4 +67,14 @@ static __device__ __forceinline__ void best_groups(uint32_t (&group)[J], float (
         group[j] = ordered(score[j]);
     }
     for (int i = 0; i < s.top_groups; i++) take_best<J>(group);
+
+    // Each lane looks up the groups of its experts.
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (lane + 32 * j < s.groups) compared[lane + 32 * j] = group[j] == 0 ? 1.0f : 0.0f;
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < J; j++) inside[j] = lane + 32 * j < s.E && compared[(lane + 32 * j) / size] != 0;
+    __syncwarp();
 }

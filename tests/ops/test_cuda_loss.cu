@@ -45,27 +45,20 @@ static void loss_case(int64_t N, int64_t V, int64_t Vp, double scale) {
     }
 }
 
-static void cross_entropy_cases(void) {
+static void test_cross_entropy(void) {
     loss_case(1, 5, 8, 1);
     loss_case(3, 33, 40, 1);
     loss_case(129, 257, 384, 3);
     loss_case(7, 50257, 50304, 1);
     loss_case(5, 102400, 102400, 30);
     loss_case(3, 129279, 129280, 4);
-    loss_case(3, 450600, 450688, 3);  // too large for shared memory
-    loss_case(600, 16390, 16448, 3);  // several rows a cluster
-    // Small vocabularies, which have kernels of their own.
+    loss_case(3, 450600, 450688, 3);
+    loss_case(600, 16390, 16448, 3);
+    // Small vocabularies: fewer threads a row.
     loss_case(100, 1000, 1000, 10);
     loss_case(600, 1030, 1088, 3);
     loss_case(700, 257, 264, 3);
     loss_case(1000, 9000, 9088, 3);
-}
-
-// Portable kernels and Hopper's, where the GPU has them.
-static void test_cross_entropy(void) {
-    const int own = ctx->portable;
-    for (ctx->portable = own; ctx->portable <= 1; ctx->portable++) cross_entropy_cases();
-    ctx->portable = own;
 }
 
 int main(void) {
