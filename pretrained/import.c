@@ -12,7 +12,7 @@
 #include "data/safetensors.h"
 #include "device/check.h"
 #include "device/files.h"
-#include "mx/mx_values.h"
+#include "device/values.h"
 #include "parallel/checkpoint.h"
 
 enum { FP8_BLOCK = 128 };
@@ -98,13 +98,6 @@ static float* read_scales(Import* in, const SafeTensors* st, const StTensor* t) 
     return scales;
 }
 
-// A float16: 5 bits of exponent, 10 of mantissa. Its bits are shifted into a float32, whose exponent bias is larger by
-// 112; subnormal numbers are subnormal there too.
-static float half_value(uint16_t h) {
-    const float magnitude = (h & 0x7c00) == 0x7c00 ? NAN : float_of_bits((uint32_t)(h & 0x7fff) << 13) * 0x1p112f;
-    return h & 0x8000 ? -magnitude : magnitude;
-}
-
 // Elements first .. first + n - 1 as numbers, into in->values.
 static void read_values(Import* in, const SafeTensors* st, const StTensor* t, const float* scales, int64_t first,
                         int64_t n) {
@@ -113,8 +106,7 @@ static void read_values(Import* in, const SafeTensors* st, const StTensor* t, co
         switch (t->dtype) {
             case ST_F64: in->values[i] = (real)((const double*)in->raw)[i]; break;
             case ST_F16: in->values[i] = half_value(((const uint16_t*)in->raw)[i]); break;
-            // bf16 is the upper half of a float32.
-            case ST_BF16: in->values[i] = float_of_bits((uint32_t)((const uint16_t*)in->raw)[i] << 16); break;
+            case ST_BF16: in->values[i] = bf16_value(((const uint16_t*)in->raw)[i]); break;
             case ST_F8_E4M3: {
                 // One scale for each 128 x 128 block of the matrix, row by row of blocks.
                 const int64_t row = (first + i) / t->shape[1], column = (first + i) % t->shape[1];
