@@ -12,6 +12,7 @@
 
 #include "device/check.h"
 #include "device/device.h"
+#include "device/values.h"
 
 // glibc's libmvec has exp for whole vectors (4 ulp); its headers offer it under -ffast-math only, which we do not use.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -20,14 +21,6 @@ __attribute__((simd("notinbranch"))) double(exp)(double);
 #endif
 
 static inline real sigmoid(real x) { return 1 / (1 + exp(-x)); }
-
-// bf16 is the upper half of a float32.
-static inline real from_bf16(uint16_t x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float f;
-    memcpy(&f, &bits, sizeof(f));
-    return f;
-}
 
 // Rounds x, as a float32, to nearest even. NaN stays NaN.
 static inline uint16_t to_bf16(real x) {
@@ -40,7 +33,7 @@ static inline uint16_t to_bf16(real x) {
 
 // Element i of the moments of an optimizer, which are real or bf16.
 static inline real moment(const void* moments, int bf16, int64_t i) {
-    return bf16 ? from_bf16(((const uint16_t*)moments)[i]) : ((const real*)moments)[i];
+    return bf16 ? bf16_value(((const uint16_t*)moments)[i]) : ((const real*)moments)[i];
 }
 static inline void set_moment(void* moments, int bf16, int64_t i, real value) {
     if (bf16)

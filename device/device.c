@@ -146,7 +146,6 @@ void event_destroy(Event* event) {}
 void event_record(Event* event, Ctx* ctx) {}
 void event_wait(Event* event, Ctx* ctx) {}
 
-int device_available(void) { return 1; }
 void ctx_sync(Ctx* ctx) {}
 const char* device_name(Ctx* ctx) { return ctx->name; }
 double device_peak_flops(Ctx* ctx) { return 0; }

@@ -138,11 +138,6 @@ Ctx* ctx_create(size_t workspace) {
     return ctx;
 }
 
-int device_available(void) {
-    cudaDeviceProp properties;
-    return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && capability_of(properties) >= 80;
-}
-
 // High-priority stream for communication: transfers start as soon as possible and take few SMs.
 Ctx* ctx_side(Ctx* ctx, size_t workspace) {
     Ctx* side = (Ctx*)host_alloc(sizeof(Ctx));

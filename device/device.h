@@ -29,8 +29,6 @@ Ctx* ctx_side(Ctx* ctx, size_t workspace);
 void ctx_destroy(Ctx* ctx);
 void ctx_sync(Ctx* ctx);  // waits until all work queued on ctx is done
 
-// 1 if this machine has a device that the build can use.
-int device_available(void);
 // One line for the reader: "CPU, 2 threads, OpenBLAS (Haswell kernels)".
 const char* device_name(Ctx* ctx);
 // Dense bf16 peak in FLOP/s, the reference of MFU; 0 if unknown (the CPU).

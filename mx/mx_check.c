@@ -6,7 +6,7 @@
 
 #include "device/check.h"
 #include "device/random.h"
-#include "mx/mx_values.h"
+#include "device/values.h"
 
 // The case covers odd group sizes, an empty expert, a short last chunk of the contraction, a narrow last output tile.
 enum { EXPERTS = 4, IC = 352, OC = 144, CHUNKS = 3, TILES = 2, MOST_ROWS = 1024, STRIDE = 16 };

@@ -26,7 +26,8 @@ static int test_failures_here, test_passed, test_failed, test_skipped;
         }                                                                                                              \
     } while (0)
 
-// Tests of a CUDA build are skipped without a GPU.
+// Whether this machine has a device. Tests of a CUDA build are skipped without a GPU.
+static inline int device_available(void) { return device_free_memory(1) > 0; }
 #define RUN(test)                                                                                                      \
     do {                                                                                                               \
         if (!device_available()) {                                                                                     \

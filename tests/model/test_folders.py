@@ -316,7 +316,7 @@ class Processes(Case):
                 first.send_signal(signal.SIGTERM)
                 _, stderr = first.communicate(timeout=60)
                 self.assertEqual(first.returncode, 1)
-                self.assertIn("--out run is another folder than at the start of this run", stderr)
+                self.assertIn("run/.lock, the lock of this run, or its folder was removed, renamed or replaced", stderr)
                 self.assertEqual(sorted(path.name for path in (self.dir / "run").iterdir()), there)
                 self.assertIn("step_00000010", there)
                 shutil.rmtree(self.dir / "run")
@@ -335,7 +335,7 @@ class Processes(Case):
                 first.send_signal(signal.SIGCONT)
                 _, stderr = first.communicate(timeout=60)
                 self.assertEqual(first.returncode, 1)
-                self.assertIn("run/.lock, the lock of this run, was removed or replaced: another run may be in", stderr)
+                self.assertIn("run/.lock, the lock of this run, or its folder was removed, renamed or replaced", stderr)
                 self.assertEqual(snapshot(self.dir / "run"), there)
                 shutil.rmtree(self.dir / "run")
 
@@ -357,14 +357,13 @@ class Processes(Case):
 
     def test_a_lock_of_another_program(self):
         (self.dir / "run").mkdir()
-        for text in ("important", "process data", "process 7 on node1\nmine"):
+        for text in ("important", "mine"):
             (self.dir / "run/.lock").write_text(text)
             done = self.train(1, out="run", steps=3)
             self.assertIn("run/.lock is not a lock of this program", done.stderr)
             self.assertEqual((self.dir / "run/.lock").read_text(), text)
         (self.dir / "run/.lock").write_text("")
         self.train(out="run", steps=3)
-        self.assertEqual((self.dir / "run/.lock").read_text(), "")
 
     def test_a_killed_run_holds_no_lock(self):
         with self.start(out="run") as first:
