@@ -42,8 +42,8 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
 }
 
 // The groups of a token from `compared`, its s + bias in shared memory, which the group flags then overwrite. Lane l
-// has groups l, l + 32, ...: their scores, and `group`, which is 0 for the top_groups best groups (selected) and for
-// groups that do not exist. inside[j] is true if the token selected the group of expert lane + 32 j.
+// has the scores of groups l, l + 32, ... `group` is 0 for the top_groups best groups (selected) and for groups that do
+// not exist. The flag inside[j] says whether the token selected the group of expert lane + 32 j.
 template <int J>
 static __device__ __forceinline__ void best_groups(bool (&inside)[J], uint32_t (&group)[J], float (&score)[J],
                                                    float* compared, const RouterShape& s) {
