@@ -2,7 +2,7 @@
 // model/.
 //
 //   main    opens ranks, options, data, folder, model and log; trains; closes all of it
-//   train   for each step: queue_step, then finish_step prints and logs the step before. In some steps also a
+//   train   for each step: step_queue_add, then report prints and logs the step before. In some steps also a
 //           validation, a sample, a checkpoint
 //
 // The host runs one step ahead of the device: it queues step n + 1, then waits for the results of step n.
@@ -27,6 +27,7 @@
 #include "model/persist.h"
 #include "model/record.h"
 #include "model/report.h"
+#include "model/step_queue.h"
 #include "parallel/folder.h"
 #include "parallel/watch.h"
 #include "pretrained/evaluate.h"
@@ -59,14 +60,12 @@ typedef struct Run {
     RunLog* log;           // of rank 0; NULL without --out
     Saver* saver;          // NULL without --out
     int64_t saved;         // newest step on disk or being written
-    Fetch *state, *load;   // results of the last step queued
-    Fetch* mx_stats;       // of the last step that measured them; NULL without a log and --mx-stats
+    StepQueue* queue;      // steps on the device
     int64_t pending;       // the last step queued, 0 if its results are reported already
     StepState last;        // of the last step reported
     double took, fullest;  // of that step: seconds; tokens of the most loaded expert over the mean
     double mfu;            // share of the device's bf16 peak; NaN if the peak is not known
     double val_loss;       // 0 without a validation
-    Stopwatch* watch[2];   // of even and odd steps: one is read while the other runs
     double shown;          // when a progress line was last printed
     int64_t left_out;      // steps without such a line
     double average_ms;     // smoothed, for the ETA
@@ -116,9 +115,9 @@ static void report(Run* r, int val, int asks) {
     Model* m = r->model;
 
     // Results of the device, and the time of the step.
-    memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
-    if (r->last.retry) return;  // it counts for nothing, and stays pending: finish_step runs it again
-    r->took = stopwatch_seconds(r->watch[r->pending % 2]);
+    const StepResults done = step_queue_wait(r->queue, r->pending);
+    r->last = done.state;
+    r->took = done.seconds;
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * r->took : 1000 * r->took;
     const double tokens_per_s = (double)s->tokens_per_step / r->took, peak = device_peak_flops(m->ctx);
     const double flops_per_s = tokens_per_s * flops_per_token(&s->model, s->seq_len);
@@ -143,13 +142,12 @@ static void report(Run* r, int val, int asks) {
     // Validation, expert loads and memory. In some steps also questions and quantization statistics.
     if (val) runlog_number(&line, "val_loss", r->val_loss);
     if (val && r->val_bytes > 0) runlog_number(&line, "val_bits_per_byte", r->val_loss / log(2) / r->val_bytes);
-    r->fullest = report_load(&line, &s->model, (const int64_t*)fetch_end(r->load));
+    r->fullest = report_load(&line, &s->model, done.load);
     runlog_number(&line, "mem_gib", (double)device_peak_memory() / 0x1p30);
     if (m->capacity > 0) runlog_number(&line, "capacity", m->capacity);
     host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->pending * s->tokens_per_step, host_time());
     if (asks) evaluate_questions(&line, m, r->questions, r->question_files, r->tokenizer);
-    if (r->mx_stats && due(r->pending, s->mx_stats))
-        report_quantization(&line, m, (const MxStats*)fetch_end(r->mx_stats));
+    if (done.mx_stats) report_quantization(&line, m, done.mx_stats);
     host_append(&line, "}");
 
     // All of it into the log; on the terminal not more often than one can read, and once a line about the rest.
@@ -173,32 +171,6 @@ static void report(Run* r, int val, int asks) {
     r->pending = 0;
 }
 
-// Gives the device a whole step: its micro-steps, and the update.
-static void queue_step(Run* r, Loader* loader, int64_t step) {
-    Model* m = r->model;
-    int64_t micro_steps = r->settings.tokens_per_step / settings_micro_tokens(&r->settings);
-    stopwatch_start(r->watch[step % 2], m->ctx);
-    m->step.measures = due(step, r->settings.mx_stats);
-    model_step_begin(m, step);
-    for (int64_t i = 0; i < micro_steps; i++) {
-        const int32_t *input, *target;
-        loader_next(loader, &input, &target);
-        model_batch(m, input, target, r->settings.batch, r->settings.seq_len);
-        model_micro_step(m, i == micro_steps - 1);
-    }
-    model_update(m, stop_asked != 0);
-    stopwatch_stop(r->watch[step % 2], m->ctx);
-}
-
-// Starts the copies of a step's results to the host. The step before must be reported: it used the same buffers.
-static void fetch_step(Run* r, int64_t step) {
-    Model* m = r->model;
-    fetch_begin(r->state, m->step.state, m->ctx);
-    fetch_begin(r->load, m->step.load, m->ctx);
-    if (r->mx_stats && due(step, r->settings.mx_stats)) fetch_begin(r->mx_stats, m->step.mx_stats, m->ctx);
-    r->pending = step;
-}
-
 // Saves the model after `step`. A step that was not finite changed nothing, so the model is still that of the last good
 // step: at the end it is saved as such, before not at all.
 static void save(Run* r, int64_t step, int at_the_end) {
@@ -217,50 +189,18 @@ static void print_sample(Run* r, int64_t step) {
     free(text);
 }
 
-// The data from a step on.
-static Loader* load_from(const Run* r, int64_t step) {
-    const Settings* s = &r->settings;
-    const int64_t windows = s->tokens_per_step / s->seq_len;
-    const LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
-                               .first = (step - 1) * windows + ranks_index(r->world) * s->batch,
-                               .stride = s->ranks * s->batch,
-                               .wrap = s->overfit ? windows : 0};
-    return loader_start(r->train, s->batch, (int32_t)s->model.V, order);
-}
-
-// Waits for the results of the pending step and reports them. A step that overflowed changed nothing, and neither did
-// the step that was queued after it: both run again, on the same data. Returns the loader, which then is a new one.
-static Loader* finish_step(Run* r, Loader* loader, int64_t queued, int val, int asks) {
-    const int64_t step = r->pending;
-    report(r, val, asks);
-    if (!r->last.retry) return loader;
-
-    while (r->last.retry) {
-        model_grow_capacity(r->model, r->world, r->last.needed);
-        warn("step %ld overflowed the capacity of an expert's rank, and runs again with --capacity %.2f", step,
-             r->model->capacity);
-        loader_stop(loader);
-        loader = load_from(r, step);
-        queue_step(r, loader, step);
-        fetch_step(r, step);
-        report(r, val, asks);
-    }
-    if (queued > step) queue_step(r, loader, queued);
-    return loader;
-}
-
 // All the steps, from r->first on.
 static void train(Run* r) {
     const Settings* s = &r->settings;
-    Loader* loader = load_from(r, r->first);
+    r->queue = step_queue_create(r->model, r->world, r->train);
     r->shown = host_seconds();
 
     int stop = 0;
     for (int64_t step = r->first; step <= s->steps && !stop; step++) {
         // The device gets this step, and the host waits for the results of the one before.
-        queue_step(r, loader, step);
-        loader = finish_step(r, loader, step, 0, 0);
-        fetch_step(r, step);
+        step_queue_add(r->queue, step, stop_asked != 0);
+        report(r, 0, 0);
+        r->pending = step;
 
         // A rank that was asked to stop told the others in the step before. All ranks learn it here together.
         stop = r->last.stop != 0;
@@ -271,7 +211,7 @@ static void train(Run* r) {
         const int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
         const int saves = *s->out && (last || due(step, s->save_every));
         const int asks = r->question_files && (step == s->steps || due(step, s->eval_every));
-        if (last || validates || asks || samples || saves) loader = finish_step(r, loader, step, validates, asks);
+        if (last || validates || asks || samples || saves) report(r, validates, asks);
 
         // Once in a while: a sample, and a checkpoint, which a thread writes while training goes on.
         if (samples) print_sample(r, step);
@@ -285,7 +225,7 @@ static void train(Run* r) {
     if (stop && !stop_asked) printf("stopped because another rank was asked to");
     const char* on = s->resume ? "; the same command goes on from here" : "; --resume goes on from here";
     if (stop) printf("%s\n", *s->out ? on : "");
-    loader_stop(loader);
+    step_queue_destroy(r->queue);
 }
 
 // --timeout, before the options are parsed: the ranks report errors in these together, and must be connected for that.
@@ -384,7 +324,7 @@ static void open_model(Run* r) {
     free(out);
 }
 
-// Outputs: log, checkpoints, and the results of a step.
+// Outputs: log and checkpoints.
 static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
     if (*s->out) {
@@ -394,10 +334,6 @@ static void open_outputs(Run* r) {
     char* first = record_line(s, version_text(), device_name(r->model->ctx));
     if (*s->out && ranks_index(r->world) == 0) r->log = runlog_open(s->out, first, r->saved);
     free(first);
-    for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
-    r->state = fetch_create(sizeof(StepState));
-    r->load = fetch_create((size_t)(config_blocks(&s->model) * s->model.E) * sizeof(int64_t));
-    if (r->log && s->mx_stats) r->mx_stats = fetch_create(config_blocks(&s->model) * BLOCK_STATS * sizeof(MxStats));
 }
 
 // All of it back.
@@ -405,10 +341,6 @@ static void close_all(Run* r) {
     if (r->log) runlog_close(r->log);
     if (r->saver) saver_destroy(r->saver);
     folder_close(&r->folder);
-    for (int i = 0; i < 2; i++) stopwatch_destroy(r->watch[i]);
-    fetch_destroy(r->state);
-    fetch_destroy(r->load);
-    if (r->mx_stats) fetch_destroy(r->mx_stats);
     model_destroy(r->model);
     shards_close(r->train);
     shards_close(r->val);
