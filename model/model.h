@@ -188,9 +188,9 @@ void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases (model/update.c). stop: see StepState.
 void model_update(Model* model, int stop);
-// After a step that overflowed (StepState.retry): multiplies the capacity by 1.125 * the largest `needed` of the ranks,
-// at most to that for all tokens of all ranks. Steps count again. All ranks of the run together.
-void model_grow_capacity(Model* model, Ranks* world, double needed);
+// After a step that overflowed: multiplies the capacity by 1.125 * `overflow` (StepState), at most to that for all
+// tokens of all ranks. Steps count again. All ranks of the run together.
+void model_grow_capacity(Model* model, Ranks* world, double overflow);
 // Why steps do not run as CUDA graphs (device/graph.h), as a message; NULL: they do, except steps that fill mx_stats.
 const char* model_unreplayed(const Model* model);
 

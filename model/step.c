@@ -46,18 +46,11 @@ void model_micro_step(Model* m, int last) {
     for (int u = 0; u < params_units(&m->config); u++) m->units[u].version = weights_version(m->sharding);
 }
 
-void model_grow_capacity(Model* m, Ranks* world, double needed) {
+void model_grow_capacity(Model* m, Ranks* world, double overflow) {
     const Settings* s = &m->settings;
     ctx_sync(m->ctx);
-    device_zero(&m->step.state->retry, sizeof(m->step.state->retry), m->ctx);
-    device_zero(&m->step.state->needed, sizeof(m->step.state->needed), m->ctx);
-
-    // The capacity that the fullest rank needs.
-    double *of_rank = (double*)host_alloc((size_t)s->ranks * sizeof(double)), most = 0;
-    ranks_all_gather(world, of_rank, &needed, sizeof(double));
-    for (int i = 0; i < s->ranks; i++) most = fmax(most, of_rank[i]);
-    free(of_rank);
-    m->capacity = fmin(1.125 * most * m->capacity, DISPATCH_MOST_CAPACITY * (double)s->ep);
+    device_zero(&m->step.state->overflow, sizeof(m->step.state->overflow), m->ctx);
+    m->capacity = fmin(1.125 * overflow * m->capacity, DISPATCH_MOST_CAPACITY * (double)s->ep);
 
     // The pool, planned again as at the start.
     Arena* plan = &m->arena[IN_POOL];

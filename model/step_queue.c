@@ -90,8 +90,8 @@ StepResults step_queue_wait(StepQueue* q, int64_t step) {
     const Results* r = &q->results[step % 2];
     const StepState* state = (const StepState*)fetch_end(r->state);
     // A step that overflowed changed nothing, and neither did the one that was queued after it: both run again.
-    while (state->retry) {
-        model_grow_capacity(m, q->world, state->needed);
+    while (state->overflow != 0) {
+        model_grow_capacity(m, q->world, (double)state->overflow);
         warn("step %ld overflowed the capacity of an expert's rank, and runs again with --capacity %.2f", step,
              m->capacity);
         for (int64_t again = step; again <= q->newest; again++) queue_step(q, again);

@@ -9,7 +9,7 @@
 static void sum_over_ranks(Model* m) {
     if (!m->world) return;
     comm_sum_double(m->world, &m->step.state->loss_sum, STEP_SUMS, m->ctx);
-    comm_max(m->world, &m->step.state->max_logit, 1, m->ctx);
+    comm_max(m->world, &m->step.state->max_logit, STEP_MAXIMA, m->ctx);
     const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
     comm_sum_i64(m->world, m->step.load, experts, m->ctx);
     if (m->step.margins) comm_sum_i64(m->world, m->step.margins, experts * MARGIN_BINS, m->ctx);

@@ -24,8 +24,7 @@ void dispatch_numbers(int64_t* numbers, StepState* state, const int64_t* counts,
         needed = fmax(needed, dispatch_numbers_of(numbers, counts, index, P, j, row_align(BACKEND), received, choices));
     if (needed <= 1) return;
     for (int32_t j = 0; j < P; j++) numbers[SEND_ROWS * P + j] = numbers[RECV_ROWS * P + j] = 0;
-    if (state->overflows == 0) state->needed = fmax(state->needed, needed);
-    state->overflows += 1;
+    if (state->overflow == 0) state->overflow = (real)needed;
 }
 
 void dispatch_choices(int32_t* row_expert, real* row_gate, const int32_t* expert, const real* gate, Ragged send,

@@ -40,12 +40,11 @@ static __global__ void numbers_kernel(int64_t* numbers, StepState* state, const 
                                       int32_t P, int64_t align, int64_t received, int64_t choices) {
     const int32_t j = (int32_t)threadIdx.x;
     const double share = dispatch_numbers_of(numbers, counts, index, P, j, align, received, choices);
-    const bool first = state->overflows == 0;
+    const bool first = state->overflow == 0;
     if (!__syncthreads_or(share > 1)) return;
     numbers[SEND_ROWS * P + j] = numbers[RECV_ROWS * P + j] = 0;
-    // The bits of positive doubles, read as integers, have the order of the doubles.
-    if (first) atomicMax((unsigned long long*)&state->needed, (unsigned long long)__double_as_longlong(share));
-    if (j == 0) state->overflows += 1;
+    // The bits of positive floats, read as integers, have the order of the floats.
+    if (first) atomicMax((int*)&state->overflow, __float_as_int((float)share));
 }
 
 void dispatch_numbers(int64_t* numbers, StepState* state, const int64_t* counts, int32_t index, int32_t P,

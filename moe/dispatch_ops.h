@@ -18,8 +18,8 @@ void dispatch_ranks(int32_t* rank,          // (N, P): j where token n has a cho
 // rank, by the rank it sends to.
 //
 // Overflow: a rank would receive more than `received` tokens or `choices` choices. Then nothing is sent: all numbers of
-// rows are 0, and state->overflows += 1. The first overflow of a step records needed capacity / capacity of the fullest
-// rank: state->needed becomes the maximum of itself and that. Later layers of the step see garbage and do not count.
+// rows are 0. The first overflow sets state->overflow to needed capacity / capacity of the fullest rank. Later layers
+// see garbage and do not count.
 enum {
     SEND_START,     // of the rows sent to rank j, in the order of permute_plan
     SEND_ROWS,      //

@@ -29,7 +29,7 @@ static void test_norm_of_large_buffers(void) {
 }
 
 // A step that overflows the capacity counts neither as good nor as bad. Later steps change nothing until the capacity
-// is larger (retry is cleared).
+// is larger (overflow is cleared).
 static void test_no_room(void) {
     Ctx* ctx = ctx_create(0);
     StepState* state = kept_bytes(sizeof(StepState));
@@ -39,8 +39,8 @@ static void test_no_room(void) {
     for (int step = 0; step < 4; step++) {
         step_begin(state, ctx);
         state->loss_sum = 1, state->grad_sq = 1;
-        if (step == 1) state->overflows = 3;
-        if (step == 3) state->retry = 0;
+        if (step == 1) state->overflow = 3;
+        if (step == 3) state->overflow = 0;
         step_decide(state, 1, &opt, ctx);
         CHECK(state->ok == want[step] && state->bad_in_a_row == 0, "step %d: ok %d, %d in a row", step, state->ok,
               state->bad_in_a_row);
