@@ -2,8 +2,8 @@
 // model/.
 //
 //   main    opens ranks, options, data, folder, model and log; trains; closes all of it
-//   train   for each step: step_queue_add, then report prints and logs the step before. In some steps also a
-//           validation, a sample, a checkpoint
+//   train   for each step: model_gradient and model_update, then report prints and logs the step before. In some steps
+//           also a validation, a sample, a checkpoint
 //
 // The host runs one step ahead of the device: it queues step n + 1, then waits for the results of step n.
 #include <errno.h>
@@ -27,7 +27,6 @@
 #include "model/persist.h"
 #include "model/record.h"
 #include "model/report.h"
-#include "model/step_queue.h"
 #include "parallel/folder.h"
 #include "parallel/watch.h"
 #include "pretrained/evaluate.h"
@@ -60,12 +59,16 @@ typedef struct Run {
     RunLog* log;           // of rank 0; NULL without --out
     Saver* saver;          // NULL without --out
     int64_t saved;         // newest step on disk or being written
-    StepQueue* queue;      // steps on the device
+    Loader* loader;        // of train
+    Fetch *state, *load;   // results of the last step queued
+    Fetch* mx_stats;       // of the last step that measured them; NULL without a log and --mx-stats
+    double capacity;       // of the last step queued: the capacity factor; 0 without --dispatch windows
     int64_t pending;       // the last step queued, 0 if its results are reported already
     StepState last;        // of the last step reported
     double took, fullest;  // of that step: seconds; tokens of the most loaded expert over the mean
     double mfu;            // share of the device's bf16 peak; NaN if the peak is not known
     double val_loss;       // 0 without a validation
+    Stopwatch* watch[2];   // of even and odd steps: one is read while the other runs
     double shown;          // when a progress line was last printed
     int64_t left_out;      // steps without such a line
     double average_ms;     // smoothed, for the ETA
@@ -115,9 +118,8 @@ static void report(Run* r, int val, int asks) {
     Model* m = r->model;
 
     // Results of the device, and the time of the step.
-    const StepResults done = step_queue_wait(r->queue, r->pending);
-    r->last = done.state;
-    r->took = done.seconds;
+    memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
+    r->took = stopwatch_seconds(r->watch[r->pending % 2]);
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * r->took : 1000 * r->took;
     const double tokens_per_s = (double)s->tokens_per_step / r->took, peak = device_peak_flops(m->ctx);
     const double flops_per_s = tokens_per_s * flops_per_token(&s->model, s->seq_len);
@@ -142,12 +144,13 @@ static void report(Run* r, int val, int asks) {
     // Validation, expert loads and memory. In some steps also questions and quantization statistics.
     if (val) runlog_number(&line, "val_loss", r->val_loss);
     if (val && r->val_bytes > 0) runlog_number(&line, "val_bits_per_byte", r->val_loss / log(2) / r->val_bytes);
-    r->fullest = report_load(&line, &s->model, done.load);
+    r->fullest = report_load(&line, &s->model, (const int64_t*)fetch_end(r->load));
     runlog_number(&line, "mem_gib", (double)device_peak_memory() / 0x1p30);
-    if (m->capacity > 0) runlog_number(&line, "capacity", m->capacity);
+    if (r->capacity > 0) runlog_number(&line, "capacity", r->capacity);
     host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->pending * s->tokens_per_step, host_time());
     if (asks) evaluate_questions(&line, m, r->questions, r->question_files, r->tokenizer);
-    if (done.mx_stats) report_quantization(&line, m, done.mx_stats);
+    if (r->mx_stats && due(r->pending, s->mx_stats))
+        report_quantization(&line, m, (const MxStats*)fetch_end(r->mx_stats));
     host_append(&line, "}");
 
     // All of it into the log; on the terminal not more often than one can read, and once a line about the rest.
@@ -171,6 +174,16 @@ static void report(Run* r, int val, int asks) {
     r->pending = 0;
 }
 
+// Starts the copies of a step's results to the host. The step before must be reported: it used the same buffers.
+static void fetch_step(Run* r, int64_t step) {
+    Model* m = r->model;
+    fetch_begin(r->state, m->step.state, m->ctx);
+    fetch_begin(r->load, m->step.load, m->ctx);
+    if (r->mx_stats && due(step, r->settings.mx_stats)) fetch_begin(r->mx_stats, m->step.mx_stats, m->ctx);
+    r->capacity = m->windows ? m->shapes.moe.capacity : 0;
+    r->pending = step;
+}
+
 // Saves the model after `step`. A step that was not finite changed nothing, so the model is still that of the last good
 // step: at the end it is saved as such, before not at all.
 static void save(Run* r, int64_t step, int at_the_end) {
@@ -192,15 +205,18 @@ static void print_sample(Run* r, int64_t step) {
 // All the steps, from r->first on.
 static void train(Run* r) {
     const Settings* s = &r->settings;
-    r->queue = step_queue_create(r->model, r->world, r->train);
+    Model* m = r->model;
     r->shown = host_seconds();
 
     int stop = 0;
     for (int64_t step = r->first; step <= s->steps && !stop; step++) {
         // The device gets this step, and the host waits for the results of the one before.
-        step_queue_add(r->queue, step, stop_asked != 0);
+        stopwatch_start(r->watch[step % 2], m->ctx);
+        model_gradient(m, r->loader, step);
+        model_update(m, stop_asked != 0);
+        stopwatch_stop(r->watch[step % 2], m->ctx);
         report(r, 0, 0);
-        r->pending = step;
+        fetch_step(r, step);
 
         // A rank that was asked to stop told the others in the step before. All ranks learn it here together.
         stop = r->last.stop != 0;
@@ -225,7 +241,6 @@ static void train(Run* r) {
     if (stop && !stop_asked) printf("stopped because another rank was asked to");
     const char* on = s->resume ? "; the same command goes on from here" : "; --resume goes on from here";
     if (stop) printf("%s\n", *s->out ? on : "");
-    step_queue_destroy(r->queue);
 }
 
 // --timeout, before the options are parsed: the ranks report errors in these together, and must be connected for that.
@@ -303,6 +318,11 @@ static void open_data(Run* r) {
         die(EXIT_FAILED,
             "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",
             windows, s->seq_len, s->batch);
+    const LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
+                               .first = ranks_index(r->world) * s->batch,
+                               .stride = s->ranks * s->batch,
+                               .wrap = s->overfit ? s->tokens_per_step / s->seq_len : 0};
+    r->loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
 }
 
 // The model: as it begins, or as it was saved.
@@ -324,7 +344,7 @@ static void open_model(Run* r) {
     free(out);
 }
 
-// Outputs: log and checkpoints.
+// Outputs: log, checkpoints, and the results of a step.
 static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
     if (*s->out) {
@@ -334,6 +354,10 @@ static void open_outputs(Run* r) {
     char* first = record_line(s, version_text(), device_name(r->model->ctx));
     if (*s->out && ranks_index(r->world) == 0) r->log = runlog_open(s->out, first, r->saved);
     free(first);
+    for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
+    r->state = fetch_create(sizeof(StepState));
+    r->load = fetch_create((size_t)(config_blocks(&s->model) * s->model.E) * sizeof(int64_t));
+    if (r->log && s->mx_stats) r->mx_stats = fetch_create(config_blocks(&s->model) * BLOCK_STATS * sizeof(MxStats));
 }
 
 // All of it back.
@@ -341,7 +365,12 @@ static void close_all(Run* r) {
     if (r->log) runlog_close(r->log);
     if (r->saver) saver_destroy(r->saver);
     folder_close(&r->folder);
+    for (int i = 0; i < 2; i++) stopwatch_destroy(r->watch[i]);
+    fetch_destroy(r->state);
+    fetch_destroy(r->load);
+    if (r->mx_stats) fetch_destroy(r->mx_stats);
     model_destroy(r->model);
+    loader_stop(r->loader);
     shards_close(r->train);
     shards_close(r->val);
     choices_close(r->questions, r->question_files);

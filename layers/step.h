@@ -5,7 +5,7 @@
 //
 // If the loss or the gradient norm is not finite (ok = 0), weights and moments stay unchanged. The same holds if the
 // square of the norm, after clipping, overflows float32: second moments would become infinite, and their weights would
-// never move again. It also holds for a step that must run again, and for all steps after it (`overflow`).
+// never move again.
 #pragma once
 
 #include <math.h>
@@ -15,7 +15,7 @@
 enum { MTP_MAX = 4 };  // MTP modules at most (multi-token prediction, model/model.h)
 
 // The state of a step, in device memory. The fields up to `stop` are contiguous, so that one all-reduce over the ranks
-// sums them; so are those of which the ranks take the maximum.
+// sums them.
 typedef struct StepState {
     double loss_sum;          // sum of token losses so far, nats
     double mtp_sum[MTP_MAX];  // the same of each MTP module
@@ -30,10 +30,8 @@ typedef struct StepState {
     int32_t ok;               // 1: the loss is finite, and the square of the clipped gradient norm is in float32
     int32_t bad_in_a_row;     // steps in a row that were not
     real max_logit;           // largest attention logit of the step, of all layers
-    real overflow;            // not 0: steps change nothing until the host clears it (moe/dispatch_ops.h)
 } StepState;
-// Doubles from loss_sum on that are summed over the ranks; reals from max_logit on of which the maximum is taken.
-enum { STEP_SUMS = 3 + MTP_MAX, STEP_MAXIMA = 2 };
+enum { STEP_SUMS = 3 + MTP_MAX };  // doubles from loss_sum on that are summed over the ranks
 
 typedef struct AdamW AdamW;  // layers/adamw.h
 
@@ -61,7 +59,7 @@ static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, doub
     s->grad_scale = clip > 0 && s->grad_norm > clip ? clip / s->grad_norm : 1;
     s->correction1 = 1 - pow(beta1, (double)(s->updates + 1));
     s->correction2 = 1 - pow(beta2, (double)(s->updates + 1));
-    s->ok = s->overflow == 0 && isfinite(s->loss) && isfinite((float)(s->grad_sq * s->grad_scale * s->grad_scale));
-    if (s->overflow == 0) s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
+    s->ok = isfinite(s->loss) && isfinite((float)(s->grad_sq * s->grad_scale * s->grad_scale));
+    s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
     s->updates += s->ok;
 }

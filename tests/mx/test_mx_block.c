@@ -336,6 +336,7 @@ static MoeShape shape_of(Widths d, Precision p, int recompute) {
                   format_of(p.expert, p),
                   FORMAT_FLOATX,
                   format_of(p.wgrad, p),
+                  1,
                   0};
     if (p.combine) s.combine.quantized = 1, s.combine.recipe.scale = p.scale, s.combine.recipe.align = 1;
     return s;
@@ -369,7 +370,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
 
     Arena plan, weights;
     arena_init(&plan, "a test", BACKEND);
-    moe_plan(&plan, s, 1, 1);
+    moe_plan(&plan, s, 1);
     size_t room = arena_bytes(&plan);
     arena_free(&plan);
     // Statistics leave NaN out. With this fill, elements that they must not count are about 0.75 instead.
