@@ -1,28 +1,13 @@
 #include "model/windows.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-
 #include "device/check.h"
 #include "parallel/comm_windows.h"
-
-// Why a group of ranks can have no windows, the first that cannot: all do as it does. NULL: all can.
-static char* missing(Model* m) {
-    enum { WORDS = 256 };
-    char *why = comm_windows_missing(m->ep), *all = (char*)host_alloc((size_t)m->layout.ranks * WORDS);
-    char mine[WORDS] = "", *found = NULL;
-    snprintf(mine, WORDS, "%s", why ? why : "");
-    free(why);
-    ranks_all_gather(m->ranks, all, mine, WORDS);
-    for (int i = 0; i < m->layout.ranks && !found; i++)
-        if (all[i * WORDS]) found = host_strdup(all + i * WORDS);
-    free(all);
-    return found;
-}
+#include "parallel/slices.h"
 
 void* windows_pool(Model* m) {
     Arena* a = &m->arena[IN_POOL];
-    m->no_windows = m->shapes.moe.windows ? missing(m) : NULL;
+    // A group of ranks that can have no windows: all do as it does.
+    if (m->shapes.moe.windows) m->no_windows = ranks_reason(m->ranks, comm_windows_missing(m->ep));
     if (m->no_windows && m->settings.dispatch == DISPATCH_WINDOWS)
         die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
     m->windows = m->shapes.moe.windows && !m->no_windows;

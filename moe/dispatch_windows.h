@@ -6,6 +6,8 @@
 // sent. The step then changes nothing and runs again with more capacity (model/windows.h). So no token is dropped.
 #pragma once
 
+#include <math.h>
+
 #include "moe/dispatch.h"
 #include "parallel/comm_windows.h"
 
@@ -38,6 +40,5 @@ static inline BOTH_SIDES double route_numbers(int64_t* rows, const int64_t* coun
     receives[WINDOW_START * P] = received_at(counts, P, j, index);
     receives[WINDOW_ROWS * P] = counts[(j * P + index) * 2];
     receives[WINDOW_THERE * P] = sent_at(counts, P, j, index, align);
-    const double of_received = (double)tokens / (double)received, of_choices = (double)pairs / (double)choices;
-    return of_received > of_choices ? of_received : of_choices;
+    return fmax((double)tokens / (double)received, (double)pairs / (double)choices);
 }
