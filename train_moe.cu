@@ -2,8 +2,8 @@
 // model/.
 //
 //   main    opens ranks, options, data, folder, model and log; trains; closes all of it
-//   train   for each step: queue_step, then finish_step prints and logs the step before. In some steps also a
-//           validation, a sample, a checkpoint
+//   train   for each step: model_gradient and model_update, then report prints and logs the step before. In some steps
+//           also a validation, a sample, a checkpoint
 //
 // The host runs one step ahead of the device: it queues step n + 1, then waits for the results of step n.
 #include <errno.h>
@@ -59,8 +59,10 @@ typedef struct Run {
     RunLog* log;           // of rank 0; NULL without --out
     Saver* saver;          // NULL without --out
     int64_t saved;         // newest step on disk or being written
+    Loader* loader;        // of train
     Fetch *state, *load;   // results of the last step queued
     Fetch* mx_stats;       // of the last step that measured them; NULL without a log and --mx-stats
+    double capacity;       // of the last step queued: the capacity factor; 0 without --dispatch windows
     int64_t pending;       // the last step queued, 0 if its results are reported already
     StepState last;        // of the last step reported
     double took, fullest;  // of that step: seconds; tokens of the most loaded expert over the mean
@@ -117,7 +119,6 @@ static void report(Run* r, int val, int asks) {
 
     // Results of the device, and the time of the step.
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
-    if (r->last.retry) return;  // it counts for nothing, and stays pending: finish_step runs it again
     r->took = stopwatch_seconds(r->watch[r->pending % 2]);
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * r->took : 1000 * r->took;
     const double tokens_per_s = (double)s->tokens_per_step / r->took, peak = device_peak_flops(m->ctx);
@@ -145,7 +146,7 @@ static void report(Run* r, int val, int asks) {
     if (val && r->val_bytes > 0) runlog_number(&line, "val_bits_per_byte", r->val_loss / log(2) / r->val_bytes);
     r->fullest = report_load(&line, &s->model, (const int64_t*)fetch_end(r->load));
     runlog_number(&line, "mem_gib", (double)device_peak_memory() / 0x1p30);
-    if (m->capacity > 0) runlog_number(&line, "capacity", m->capacity);
+    if (r->capacity > 0) runlog_number(&line, "capacity", r->capacity);
     host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->pending * s->tokens_per_step, host_time());
     if (asks) evaluate_questions(&line, m, r->questions, r->question_files, r->tokenizer);
     if (r->mx_stats && due(r->pending, s->mx_stats))
@@ -173,29 +174,13 @@ static void report(Run* r, int val, int asks) {
     r->pending = 0;
 }
 
-// Gives the device a whole step: its micro-steps, and the update.
-static void queue_step(Run* r, Loader* loader, int64_t step) {
-    Model* m = r->model;
-    int64_t micro_steps = r->settings.tokens_per_step / settings_micro_tokens(&r->settings);
-    stopwatch_start(r->watch[step % 2], m->ctx);
-    m->step.measures = due(step, r->settings.mx_stats);
-    model_step_begin(m, step);
-    for (int64_t i = 0; i < micro_steps; i++) {
-        const int32_t *input, *target;
-        loader_next(loader, &input, &target);
-        model_batch(m, input, target, r->settings.batch, r->settings.seq_len);
-        model_micro_step(m, i == micro_steps - 1);
-    }
-    model_update(m, stop_asked != 0);
-    stopwatch_stop(r->watch[step % 2], m->ctx);
-}
-
 // Starts the copies of a step's results to the host. The step before must be reported: it used the same buffers.
 static void fetch_step(Run* r, int64_t step) {
     Model* m = r->model;
     fetch_begin(r->state, m->step.state, m->ctx);
     fetch_begin(r->load, m->step.load, m->ctx);
     if (r->mx_stats && due(step, r->settings.mx_stats)) fetch_begin(r->mx_stats, m->step.mx_stats, m->ctx);
+    r->capacity = m->windows ? m->shapes.moe.capacity : 0;
     r->pending = step;
 }
 
@@ -217,49 +202,20 @@ static void print_sample(Run* r, int64_t step) {
     free(text);
 }
 
-// The data from a step on.
-static Loader* load_from(const Run* r, int64_t step) {
-    const Settings* s = &r->settings;
-    const int64_t windows = s->tokens_per_step / s->seq_len;
-    const LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
-                               .first = (step - 1) * windows + ranks_index(r->world) * s->batch,
-                               .stride = s->ranks * s->batch,
-                               .wrap = s->overfit ? windows : 0};
-    return loader_start(r->train, s->batch, (int32_t)s->model.V, order);
-}
-
-// Waits for the results of the pending step and reports them. A step that overflowed changed nothing, and neither did
-// the step that was queued after it: both run again, on the same data. Returns the loader, which then is a new one.
-static Loader* finish_step(Run* r, Loader* loader, int64_t queued, int val, int asks) {
-    const int64_t step = r->pending;
-    report(r, val, asks);
-    if (!r->last.retry) return loader;
-
-    while (r->last.retry) {
-        model_grow_capacity(r->model, r->world, r->last.needed);
-        warn("step %ld overflowed the capacity of an expert's rank, and runs again with --capacity %.2f", step,
-             r->model->capacity);
-        loader_stop(loader);
-        loader = load_from(r, step);
-        queue_step(r, loader, step);
-        fetch_step(r, step);
-        report(r, val, asks);
-    }
-    if (queued > step) queue_step(r, loader, queued);
-    return loader;
-}
-
 // All the steps, from r->first on.
 static void train(Run* r) {
     const Settings* s = &r->settings;
-    Loader* loader = load_from(r, r->first);
+    Model* m = r->model;
     r->shown = host_seconds();
 
     int stop = 0;
     for (int64_t step = r->first; step <= s->steps && !stop; step++) {
         // The device gets this step, and the host waits for the results of the one before.
-        queue_step(r, loader, step);
-        loader = finish_step(r, loader, step, 0, 0);
+        stopwatch_start(r->watch[step % 2], m->ctx);
+        model_gradient(m, r->loader, step);
+        model_update(m, stop_asked != 0);
+        stopwatch_stop(r->watch[step % 2], m->ctx);
+        report(r, 0, 0);
         fetch_step(r, step);
 
         // A rank that was asked to stop told the others in the step before. All ranks learn it here together.
@@ -271,7 +227,7 @@ static void train(Run* r) {
         const int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
         const int saves = *s->out && (last || due(step, s->save_every));
         const int asks = r->question_files && (step == s->steps || due(step, s->eval_every));
-        if (last || validates || asks || samples || saves) loader = finish_step(r, loader, step, validates, asks);
+        if (last || validates || asks || samples || saves) report(r, validates, asks);
 
         // Once in a while: a sample, and a checkpoint, which a thread writes while training goes on.
         if (samples) print_sample(r, step);
@@ -285,7 +241,6 @@ static void train(Run* r) {
     if (stop && !stop_asked) printf("stopped because another rank was asked to");
     const char* on = s->resume ? "; the same command goes on from here" : "; --resume goes on from here";
     if (stop) printf("%s\n", *s->out ? on : "");
-    loader_stop(loader);
 }
 
 // --timeout, before the options are parsed: the ranks report errors in these together, and must be connected for that.
@@ -363,6 +318,11 @@ static void open_data(Run* r) {
         die(EXIT_FAILED,
             "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",
             windows, s->seq_len, s->batch);
+    const LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
+                               .first = ranks_index(r->world) * s->batch,
+                               .stride = s->ranks * s->batch,
+                               .wrap = s->overfit ? s->tokens_per_step / s->seq_len : 0};
+    r->loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
 }
 
 // The model: as it begins, or as it was saved.
@@ -410,6 +370,7 @@ static void close_all(Run* r) {
     fetch_destroy(r->load);
     if (r->mx_stats) fetch_destroy(r->mx_stats);
     model_destroy(r->model);
+    loader_stop(r->loader);
     shards_close(r->train);
     shards_close(r->val);
     choices_close(r->questions, r->question_files);

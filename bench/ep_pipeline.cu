@@ -6,9 +6,9 @@
 // number of tokens. The tokens of a rank are already in the order of their experts, so nothing is sorted before
 // dispatch. The numbers of rows to each rank are known too.
 //
-// The functions are those of moe/moe.c: dispatch, rows_permute, grouped GEMMs, combine (moe/dispatch.h, mx/rows.h,
-// mx/linear.h). One thing differs: while dy is in flight, x's rows for wgrad are computed; a model computes its shared
-// MLP there.
+// The functions are those of moe/moe.c and moe/dispatch.c: comm_exchange, rows_permute, grouped GEMMs, unpermute_rows
+// (parallel/comm.h, linear/rows.h, linear/linear.h, grouped/permute.h). While dy is in flight nothing is computed; a
+// model computes its shared MLP there.
 //
 // MXFP8 uses the usual formats of the program:
 //
@@ -34,26 +34,32 @@
 #include <vector>
 
 #include "bench/data.cuh"
-#include "device/pool.h"
-#include "moe/dispatch.h"
 #include "linear/linear.h"
+#include "mx/formats.h"
+#include "parallel/comm.h"
 
 enum { EL = 8, ROUNDS = 3, WARM = 3, CALLS = 10 };
 enum Precision { BF16, MXFP8, MXFP8_WGRAD, PRECISIONS };
 enum Seed { X = 1, DY = 2, W = 3 };
 
 static Ranks* world;
-static Ctx* ctx;
+static Ctx *ctx, *side;  // side: the stream of the all-to-all
+static Event *ready, *there;
 static Comm* comm;
 static double* sums;
-static const Format BYTES = {1, {MX_RCEIL, MX_CHUNK}};
+static const Format* mxfp8() { return format_of_id(FORMAT_MXFP8, MX_RCEIL); }
 
 // --- Data: an element is a function of its index over all ranks, on the host too ---
 
+// Buffers of rows of one width, (N, C).
+struct Travel {
+    Rows sent;      // rows to dispatch; in combine the rows that come back
+    Rows received;  // dy as it arrives; in combine the sums to send back
+};
+
 // The pipeline in one precision. x has the width dim, dy and y have the width hidden.
 struct Pass {
-    Route route_x, route_dy;   // the same route, for rows of either width
-    AllToAll x, dy;            // combine of dx uses the buffers of x, combine of y those of dy
+    Travel x, dy;              // combine of dx uses the buffers of x, combine of y those of dy
     Rows kept;                 // x as it was received
     Rows x_rows, dy_rows;      // (capacity, dim), (capacity, hidden), sorted by expert
     Rows x_values, dy_values;  // their dequantized values, or quantized column-wise
@@ -67,32 +73,22 @@ struct Pipeline {
     floatX *x, *dy, *w;  // x, dy: tokens of this rank in the order of their experts
     Pass pass[2];        // BF16; MXFP8
     real* dw[PRECISIONS];
+    // (N): the numbers and gates of the experts, which are sent with x
+    int32_t *sent_expert, *received_expert;
+    real *sent_gate, *received_gate;
     GemmWorkspace workspace;
     Arena arena;
-    Pool* pool;
-    Dispatch* dispatch;
 };
 
 static Pass& pass_of(Pipeline& p, int v) { return p.pass[v != BF16]; }
 
-static DispatchShape shape_of(int64_t N, int64_t C, Format format) {
-    const int32_t ranks = ranks_count(world);
-    return {N, C, EL * ranks, 1, ranks, format, format, FORMAT_FLOATX};
-}
-
-// Buffers of dispatch and combine for rows of width C, as moe/moe.c plans them for one forward and one backward.
-static void plan_travel(Arena* a, Route* route, AllToAll* t, const Pipeline& p, int64_t C, Format format, int choices) {
-    dispatch_plan_choices(a, route, shape_of(p.N, C, format));
-    route->received = route->choices = p.N;
-    route->send.capacity = p.N;
-    dispatch_plan_buffers(a, t, route, choices);
-}
-
-static void plan_pass(Pipeline& p, Pass& q, Format format) {
+static void plan_pass(Pipeline& p, Pass& q, const Format* format) {
     Arena* a = &p.arena;
-    plan_travel(a, &q.route_x, &q.x, p, p.dim, format, 1);
-    plan_travel(a, &q.route_dy, &q.dy, p, p.hidden, format, 0);
-    dispatch_plan_x(a, &q.kept, &q.route_x);
+    rows_plan(a, "x or dx, sent", &q.x.sent, 1, format, p.N, p.dim);
+    rows_plan(a, "dx, received", &q.x.received, 1, NULL, p.N, p.dim);
+    rows_plan(a, "dy or y, sent", &q.dy.sent, 1, format, p.N, p.hidden);
+    rows_plan(a, "dy or y, received", &q.dy.received, 1, format, p.N, p.hidden);
+    rows_plan(a, "x, received", &q.kept, !format, format, p.N, p.dim);
 
     const int64_t capacity = ragged_rows(p.N, EL, BACKEND);
     q.ragged.El = EL, q.ragged.capacity = capacity;
@@ -103,12 +99,10 @@ static void plan_pass(Pipeline& p, Pass& q, Format format) {
     ARENA(a, "row gates", ELEMENT_REAL, capacity, 0, &q.ragged.row_gate);
     ARENA(a, "y", ELEMENT_X, capacity * p.hidden, 0, &q.y);
     ARENA(a, "dx", ELEMENT_X, capacity * p.dim, 0, &q.dx);
-    const int memory = format.quantized ? ROWS_QUANTIZED : ROWS_FLOATX,
-              values = format.quantized ? ROWS_FLOATX | ROWS_QUANTIZED : 0;
-    rows_plan(a, "x by expert", &q.x_rows, memory, capacity, p.dim);
-    rows_plan(a, "dy by expert", &q.dy_rows, memory, capacity, p.hidden);
-    rows_plan(a, "x by expert, values", &q.x_values, values, capacity, p.dim);
-    rows_plan(a, "dy by expert, values", &q.dy_values, values, capacity, p.hidden);
+    rows_plan(a, "x by expert", &q.x_rows, !format, format, capacity, p.dim);
+    rows_plan(a, "dy by expert", &q.dy_rows, !format, format, capacity, p.hidden);
+    rows_plan(a, "x by expert, values", &q.x_values, format != NULL, format, capacity, p.dim);
+    rows_plan(a, "dy by expert, values", &q.dy_values, format != NULL, format, capacity, p.hidden);
     q.w.count = EL, q.w.OC = p.hidden, q.w.IC = p.dim, q.w.format = format, q.w.workspace = &p.workspace;
     weight_plan(a, &q.w, 0);
 }
@@ -127,75 +121,97 @@ static void make(Pipeline& p, int64_t N, int64_t dim, int64_t hidden) {
     ARENA(&p.arena, "dy", ELEMENT_X, N * hidden, 0, &p.dy);
     ARENA(&p.arena, "w", ELEMENT_X, weights, 0, &p.w);
     for (real*& dw : p.dw) ARENA(&p.arena, "dw", ELEMENT_REAL, weights, 0, &dw);
-    plan_pass(p, p.pass[0], FORMAT_FLOATX);
-    plan_pass(p, p.pass[1], BYTES);
-    void* pool;  // workspace of dispatch_counts
-    const size_t room = (size_t)(N * ranks) * sizeof(int32_t) + 65536;
-    arena_add(&p.arena, "pool", ELEMENT_BYTE, (int64_t)room, 0, &pool);
+    plan_pass(p, p.pass[0], NULL);
+    plan_pass(p, p.pass[1], mxfp8());
+    ARENA(&p.arena, "sent experts", ELEMENT_I32, N, 0, &p.sent_expert);
+    ARENA(&p.arena, "received experts", ELEMENT_I32, N, 0, &p.received_expert);
+    ARENA(&p.arena, "sent gates", ELEMENT_REAL, N, 0, &p.sent_gate);
+    ARENA(&p.arena, "received gates", ELEMENT_REAL, N, 0, &p.received_gate);
     arena_allocate(&p.arena);
-    p.pool = pool_create("pool of the benchmark", pool, room);
-    p.dispatch = dispatch_create(comm, p.pool, NULL, ctx);
 
-    // The data, and the same routes for both precisions.
+    // The data. An expert's number is that on its rank.
     fill<<<1024, 256, 0, ctx->stream>>>(p.x, N * dim, X, 1, me * N * dim);
     fill<<<1024, 256, 0, ctx->stream>>>(p.dy, N * hidden, DY, 1, me * N * hidden);
     fill<<<1024, 256, 0, ctx->stream>>>(p.w, weights, W, 1, me * weights);
     LAUNCH_CHECK();
     std::vector<int32_t> expert((size_t)N);
-    for (int64_t n = 0; n < N; n++) expert[(size_t)n] = (int32_t)(n / (N / E));
+    for (int64_t n = 0; n < N; n++) expert[(size_t)n] = (int32_t)(n / (N / E) % EL);
+    device_upload(p.sent_expert, expert.data(), expert.size() * sizeof(int32_t), ctx);
+    device_zero(p.sent_gate, (size_t)N * sizeof(real), ctx);
     for (Pass& q : p.pass) {
         q.w.w = p.w;
         weight_quantize(&q.w, ctx);
-        for (Route* route : {&q.route_x, &q.route_dy}) {
-            device_upload(route->expert, expert.data(), expert.size() * sizeof(int32_t), ctx);
-            route->received = route->choices = 0;
-            dispatch_counts(p.dispatch, route, ctx);
-        }
     }
 }
 
 static void forget(Pipeline& p) {
     ctx_sync(ctx);
-    dispatch_destroy(p.dispatch);
-    pool_destroy(p.pool);
     arena_free(&p.arena);
 }
 
 // --- The pipeline: moe_forward and moe_backward with one GEMM, and no sort before dispatch ---
 
+// Queues the all-to-all of rows, and of the choices if they are sent along, on the side stream. Every rank sends the
+// same number of rows to each. Returns the rows as they arrive in the memory of `to`, after a wait for `there`.
+static Rows travel(const Pipeline& p, Rows to, Rows from, bool choices) {
+    to.format = from.format, to.packed = from.packed, to.by_token = 1;
+    to.count = from.count, to.columns = from.columns;
+    std::vector<ExchangeBuffer> buffers;
+    if (from.packed) {
+        buffers.push_back({to.bytes.q, from.bytes.q, (size_t)from.columns});
+        buffers.push_back({to.bytes.scale, from.bytes.scale, (size_t)from.format->scale_bytes(from.columns)});
+    } else {
+        buffers.push_back({to.value, from.value, (size_t)from.columns * sizeof(floatX)});
+    }
+    if (choices) {
+        buffers.push_back({p.received_expert, p.sent_expert, sizeof(int32_t)});
+        buffers.push_back({p.received_gate, p.sent_gate, sizeof(real)});
+    }
+
+    const int64_t ranks = ranks_count(world);
+    std::vector<int64_t> start, rows((size_t)ranks, p.N / ranks);
+    for (int64_t i = 0; i < ranks; i++) start.push_back(i * p.N / ranks);
+    event_record(ready, ctx);
+    event_wait(ready, side);
+    comm_exchange(comm, buffers.data(), (int)buffers.size(), {start.data(), rows.data(), start.data(), rows.data()},
+                  side);
+    event_record(there, side);
+    return to;
+}
+
+// Sends the outputs back to their tokens' ranks: into t.sent, after a wait for `there`.
+static void combine(const Pipeline& p, const Travel& t, const floatX* y, Ragged ragged, int64_t C) {
+    unpermute_rows(t.received.value, y, NULL, ragged, p.N, 1, C, 0, ctx);
+    travel(p, t.sent, rows_of_values(t.received.value, p.N, C), false);
+}
+
 static void forward(Pipeline& p, int v) {
     Pass& q = pass_of(p, v);
     const Rows x = rows_as(q.x.sent, rows_of_values(p.x, p.N, p.dim), q.w.format, ctx);
-    dispatch_pack_sorted(p.dispatch, &q.route_x, &q.x, x, &q.kept);
-    dispatch_pack_choices(p.dispatch, &q.route_x, &q.x, ctx);
-    dispatch_start(p.dispatch, &q.route_x, ctx);
-    q.kept = dispatch_receive(p.dispatch, &q.route_x, &q.x, ctx);
-    permute_plan(q.ragged, q.x.received_expert, q.x.received_gate, p.N, 1, ctx);
-    q.x_rows = rows_permute(q.x_rows, q.kept, q.w.format, q.ragged, ctx);
+    q.kept = travel(p, q.kept, x, true);
+    event_wait(there, ctx);
+    permute_plan(q.ragged, p.received_expert, p.received_gate, p.N, 1, ctx);
+    q.x_rows = rows_permute(q.x_rows, q.kept, q.ragged, ctx);
     grouped_forward(q.y, q.x_rows, &q.w, q.ragged, ctx);
-    combine_send(p.dispatch, &q.route_dy, &q.dy, {q.y, q.ragged, NULL, NULL}, ctx);
-    combine_back(p.dispatch, &q.route_dy, &q.dy, ctx);
+    combine(p, q.dy, q.y, q.ragged, p.hidden);
+    event_wait(there, ctx);
 }
 
 // Needs a forward in the same precision before it. kept: x_rows is reused from forward; else x is permuted again.
 static void backward(Pipeline& p, int v, bool kept) {
     Pass& q = pass_of(p, v);
     const Rows dy = rows_as(q.dy.sent, rows_of_values(p.dy, p.N, p.hidden), q.w.format, ctx);
-    dispatch_pack_sorted(p.dispatch, &q.route_dy, &q.dy, dy, NULL);
-    dispatch_start(p.dispatch, &q.route_dy, ctx);
-    // While dy is in flight: x's rows for wgrad.
-    const Format wgrad = v == MXFP8_WGRAD ? BYTES : FORMAT_FLOATX;
-    const Rows room = q.w.format.quantized ? q.x_values : q.x_rows;
-    const Rows x = rows_for_wgrad(room, kept ? q.x_rows : q.kept, WGRAD_X, !kept, wgrad, q.ragged, ctx);
-    q.dy_rows =
-        rows_permute(q.dy_rows, dispatch_receive(p.dispatch, &q.route_dy, &q.dy, ctx), q.w.format, q.ragged, ctx);
+    const Rows dy_here = travel(p, q.dy.received, dy, false);
+    event_wait(there, ctx);
+    q.dy_rows = rows_permute(q.dy_rows, dy_here, q.ragged, ctx);
     grouped_dgrad(q.dx, q.dy_rows, &q.w, q.ragged, ctx);
-    combine_send(p.dispatch, &q.route_x, &q.x, {q.dx, q.ragged, NULL, NULL}, ctx);
+    combine(p, q.x, q.dx, q.ragged, p.dim);
     // While dx is in flight: dW.
     Weight w = q.w;
     w.grad = p.dw[v];
-    grouped_wgrad(rows_for_wgrad(q.dy_values, q.dy_rows, WGRAD_DY, 0, wgrad, q.ragged, ctx), x, &w, q.ragged, ctx);
-    combine_back(p.dispatch, &q.route_x, &q.x, ctx);
+    w.wgrad = v == MXFP8_WGRAD ? mxfp8() : NULL;
+    grouped_wgrad(&w, q.dy_rows, q.dy_values, kept ? q.x_rows : q.kept, w.format ? q.x_values : q.x_rows, q.ragged, ctx);
+    event_wait(there, ctx);
 }
 
 static floatX* y_of(Pipeline& p, int v) { return pass_of(p, v).dy.sent.value; }
@@ -277,7 +293,7 @@ static void check(void) {
     check_sample("bf16, output, against the host", y, 50);
     check_sample("bf16, input gradient, against the host", dx, 50);
     check_sample("bf16, weight gradient, against the host", dw, 80);
-    const Rows here = rows_as(p.pass[1].x_values, p.pass[1].kept, FORMAT_FLOATX, ctx);
+    const Rows here = rows_as(p.pass[1].x_values, p.pass[1].kept, NULL, ctx);
     check_sqnr("MXFP8, after dispatch", here.value, p.pass[0].kept.value, N * dim, 31);
     check_sqnr("MXFP8, output", y_of(p, MXFP8), y_of(p, BF16), N * hidden, 28.2);
     check_sqnr("MXFP8, input gradient", dx_of(p, MXFP8), dx_of(p, BF16), N * dim, 28.2);
@@ -343,7 +359,10 @@ int main(int argc, char** argv) {
     const int64_t N = argc > 1 ? atoll(argv[1]) : 131072;
     device_choose(ranks_local());
     if (ranks_count(world) == 1) die(EXIT_USAGE, "nothing travels on one rank: start more with mpirun");
-    ctx = ctx_create(dispatch_workspace(shape_of(std::max(N, (int64_t)131072), 0, FORMAT_FLOATX)));
+    ctx = ctx_create(permute_workspace(ranks_count(world) * std::max(N, (int64_t)131072), 1, EL));
+    side = ctx_side(ctx, 0);
+    ready = event_create();
+    there = event_create();
     comm = comm_create(world, "benchmark", ctx);
     sums = (double*)device_alloc(2 * sizeof(double), "the benchmark");
     printf("%s, %d ranks, %d experts a rank, %lld tokens a rank, each to one expert, all equally often\n",
@@ -355,6 +374,9 @@ int main(int argc, char** argv) {
     bench(N, 2048, 1408);
     device_free(sums);
     comm_destroy(comm);
+    event_destroy(ready);
+    event_destroy(there);
+    ctx_destroy(side);
     ctx_destroy(ctx);
     ranks_end(world);
     return 0;

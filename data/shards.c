@@ -269,14 +269,13 @@ struct Loader {
     int32_t V;
     LoaderOrder order;
     int32_t *input, *target;  // (batch, T) each, in one allocation
-    int64_t next;             // the micro-batch of the next loader_next
 };
 
 Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder order) {
     ASSERT(batch > 0 && order.first >= 0 && order.stride >= 0 && order.wrap >= 0);
     Loader* loader = (Loader*)host_alloc(sizeof(Loader));
     int32_t* tokens = (int32_t*)host_alloc((size_t)(2 * batch * shards->T) * sizeof(int32_t));
-    const Loader start = {shards, batch, V, order, tokens, tokens + batch * shards->T, 0};
+    const Loader start = {shards, batch, V, order, tokens, tokens + batch * shards->T};
     *loader = start;
     return loader;
 }
@@ -286,27 +285,26 @@ void loader_stop(Loader* loader) {
     free(loader);
 }
 
-// The window of the set that is row b of the next micro-batch, by the permutation of its epoch.
-static int64_t window_of(const Loader* loader, int64_t b) {
+// The window of the set that is row b of micro-batch n, by the permutation of its epoch.
+static int64_t window_of(const Loader* loader, int64_t n, int64_t b) {
     // w counts windows of the run over all epochs. A wrap makes the run repeat its first windows.
-    const int64_t n = loader->shards->windows;
-    int64_t w = loader->order.first + loader->next * loader->order.stride + b;
+    const int64_t windows = loader->shards->windows;
+    int64_t w = loader->order.first + n * loader->order.stride + b;
     if (loader->order.wrap > 0) w %= loader->order.wrap;
-    return shards_permute(loader->order.seed, w / n, w % n, n);
+    return shards_permute(loader->order.seed, w / windows, w % windows, windows);
 }
 
-void loader_next(Loader* loader, const int32_t** input, const int32_t** target) {
+void loader_read(Loader* loader, int64_t n, const int32_t** input, const int32_t** target) {
     const Shards* s = loader->shards;
     for (int64_t b = 0; b < loader->batch; b++)
-        shards_read(s, window_of(loader, b), loader->V, loader->input + b * s->T, loader->target + b * s->T);
+        shards_read(s, window_of(loader, n, b), loader->V, loader->input + b * s->T, loader->target + b * s->T);
     *input = loader->input;
     *target = loader->target;
 
     // Prefetch: the kernel reads the next micro-batch while this one is used.
-    loader->next++;
     for (int64_t b = 0; b < loader->batch; b++) {
         int64_t start;
-        const Shard* shard = shard_of(s, window_of(loader, b), &start);
+        const Shard* shard = shard_of(s, window_of(loader, n + 1, b), &start);
         posix_fadvise(shard->fd, start, (s->T + 1) * shard->token_bytes, POSIX_FADV_WILLNEED);
     }
 }

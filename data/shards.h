@@ -65,8 +65,8 @@ typedef struct LoaderOrder {
     int64_t wrap;    // > 0: windows are taken modulo `wrap` (--overfit repeats one step's windows)
 } LoaderOrder;
 
-// A micro-batch is the windows w .. w + batch - 1 of the run; w starts at `first` and grows by `stride` each call.
+// Micro-batch n is the windows w .. w + batch - 1 of the run, w = first + n stride.
 Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder order);
 void loader_stop(Loader* loader);
-// Reads the next micro-batch; the pointers ((batch, T) each) are valid until the next call.
-void loader_next(Loader* loader, const int32_t** input, const int32_t** target);
+// Reads micro-batch n, from 0; the pointers ((batch, T) each) are valid until the next call.
+void loader_read(Loader* loader, int64_t n, const int32_t** input, const int32_t** target);

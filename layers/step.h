@@ -5,8 +5,7 @@
 //
 // If the loss or the gradient norm is not finite (ok = 0), weights and moments stay unchanged. The same holds if the
 // square of the norm, after clipping, overflows float32: second moments would become infinite, and their weights would
-// never move again. It also holds for a step whose dispatch overflowed its capacity (moe/dispatch.h), and for all steps
-// after it. The host grows the capacity and retries these steps.
+// never move again.
 #pragma once
 
 #include <math.h>
@@ -15,14 +14,13 @@
 
 enum { MTP_MAX = 4 };  // MTP modules at most (multi-token prediction, model/model.h)
 
-// The state of a step, in device memory. The fields up to `overflows` are contiguous, so that one all-reduce over the
-// ranks sums them.
+// The state of a step, in device memory. The fields up to `stop` are contiguous, so that one all-reduce over the ranks
+// sums them.
 typedef struct StepState {
     double loss_sum;          // sum of token losses so far, nats
     double mtp_sum[MTP_MAX];  // the same of each MTP module
     double grad_sq;           // sum of squares of the gradient so far
     double stop;              // not 0: a rank received a request to stop
-    double overflows;         // dispatches whose tokens exceeded the capacity (moe/dispatch.h)
     double loss;              // loss_sum / tokens, set by step_decide
     double grad_norm;         // sqrt(grad_sq), before clipping
     double grad_scale;        // min(1, clip / grad_norm), or 1 where clip is 0
@@ -32,11 +30,8 @@ typedef struct StepState {
     int32_t ok;               // 1: the loss is finite, and the square of the clipped gradient norm is in float32
     int32_t bad_in_a_row;     // steps in a row that were not
     real max_logit;           // largest attention logit of the step, of all layers
-    int32_t retry;  // 1: a dispatch overflowed in this step or an earlier one. Steps change nothing until the host
-                    // has grown the capacity
-    double needed;  // needed capacity / available capacity at the first overflow. Later steps do not measure it
 } StepState;
-enum { STEP_SUMS = 4 + MTP_MAX };  // doubles from loss_sum on that are summed over the ranks
+enum { STEP_SUMS = 3 + MTP_MAX };  // doubles from loss_sum on that are summed over the ranks
 
 typedef struct AdamW AdamW;  // layers/adamw.h
 
@@ -52,7 +47,7 @@ size_t step_workspace(int64_t n);
 
 // The start of a step, the same code in both builds.
 static inline BOTH_SIDES void step_begin_now(StepState* s) {
-    s->loss_sum = s->grad_sq = s->stop = s->overflows = 0;
+    s->loss_sum = s->grad_sq = s->stop = 0;
     for (int k = 0; k < MTP_MAX; k++) s->mtp_sum[k] = 0;
     s->max_logit = -INFINITY;
 }
@@ -64,8 +59,7 @@ static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, doub
     s->grad_scale = clip > 0 && s->grad_norm > clip ? clip / s->grad_norm : 1;
     s->correction1 = 1 - pow(beta1, (double)(s->updates + 1));
     s->correction2 = 1 - pow(beta2, (double)(s->updates + 1));
-    s->retry |= s->overflows > 0;
-    s->ok = !s->retry && isfinite(s->loss) && isfinite((float)(s->grad_sq * s->grad_scale * s->grad_scale));
-    if (!s->retry) s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
+    s->ok = isfinite(s->loss) && isfinite((float)(s->grad_sq * s->grad_scale * s->grad_scale));
+    s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
     s->updates += s->ok;
 }

@@ -11,6 +11,7 @@
 #include "layers/rmsnorm.h"
 #include "model/update_muon.h"
 #include "linear/packed.h"
+#include "model/windows.h"
 #include "mx/formats.h"
 
 // The format of a precision; NULL: floatX. Bytes that no GEMM reads have the exact format's blocks of 32.
@@ -224,9 +225,9 @@ static void plan_workspace(Model* m, Backend backend) {
     m->t.chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
     if (s->linear_precision || s->expert_precision) linear_plan(scratch, &m->gemms, N, 1 + (int)c->mtp);
-    const int windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && moe_blocks > 0;
-    m->capacity = m->shapes.moe.capacity = windows ? s->capacity : 0;
-    if (moe_blocks > 0) moe_plan(&m->arena[IN_POOL], m->shapes.moe, moe_blocks, s->ep > 1 ? s->capacity : 1);
+    m->shapes.moe.windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && moe_blocks > 0;
+    m->shapes.moe.capacity = s->capacity;
+    if (moe_blocks > 0) moe_plan(&m->arena[IN_POOL], m->shapes.moe, moe_blocks);
 }
 
 // The batch, losses, counters, and the state of a step.
@@ -324,37 +325,12 @@ static void connect(Model* m, Ranks* world) {
     ranks_free(same_experts);
 }
 
-// Why a group of ranks can have no windows, the first that cannot: all do as it does. NULL: all can.
-static char* windows_missing(Model* m, Ranks* world) {
-    enum { WORDS = 256 };
-    char *why = comm_windows_missing(m->ep), *all = (char*)host_alloc((size_t)m->layout.ranks * WORDS);
-    char mine[WORDS] = "", *found = NULL;
-    snprintf(mine, WORDS, "%s", why ? why : "");
-    free(why);
-    ranks_all_gather(world, all, mine, WORDS);
-    for (int i = 0; i < m->layout.ranks && !found; i++)
-        if (all[i * WORDS]) found = host_strdup(all + i * WORDS);
-    free(all);
-    return found;
-}
-
-// Memory of the pool: where the ranks of a group reach it, if that is asked for and can be had.
-static void* pool_memory(Model* m, Ranks* world) {
-    Arena* a = &m->arena[IN_POOL];
-    m->no_windows = m->capacity > 0 ? windows_missing(m, world) : NULL;
-    if (m->no_windows && m->settings.dispatch == DISPATCH_WINDOWS)
-        die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
-    if (m->no_windows) m->capacity = m->shapes.moe.capacity = 0;
-    if (m->capacity > 0) return comm_window(m->ep, arena_bytes(a), a->purpose);
-    arena_allocate(a);
-    return a->memory;
-}
-
 Model* model_create(const Settings* s, Ranks* world) {
     Model* m = (Model*)host_alloc(sizeof(Model));
     ASSERT(s->ranks == (world ? ranks_count(world) : 1));
     // Memory, all but the pool. With activation checkpointing blocks share one set of activations.
     model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
+    m->ranks = world;
     m->ctx = ctx_create(model_workspace(m));
     const Format* packed = packed_format(m);
     if (packed) packed->gemms->check(m->ctx);
@@ -371,9 +347,9 @@ Model* model_create(const Settings* s, Ranks* world) {
     if (m->layout.ranks > 1) connect(m, world);
     sharding_connect(m->sharding, m->world, m->expert_dp, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
-    m->pool = pool_create(m->arena[IN_POOL].purpose, pool_memory(m, world), arena_bytes(&m->arena[IN_POOL]));
+    m->pool = pool_create(m->arena[IN_POOL].purpose, windows_pool(m), arena_bytes(&m->arena[IN_POOL]));
     if (m->config.dense_layers < config_blocks(&m->config))
-        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->ep : NULL, m->pool, m->step.state, m->ctx);
+        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->ep : NULL, m->pool, m->overflow, m->ctx);
 
     // The table of rotary positions, and the CUDA graphs.
     real* table = (real*)host_alloc((size_t)(m->shapes.T * m->config.rope) * sizeof(real));
@@ -399,7 +375,7 @@ void model_destroy(Model* m) {
     model_plan_free(m);
     free(m->no_windows);
     // Symmetric memory is freed after its users and before its communicator.
-    if (m->capacity > 0) comm_window_free(m->ep);
+    windows_close(m);
     if (m->world) {
         comm_destroy(m->expert_dp);
         comm_destroy(m->ep);

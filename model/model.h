@@ -26,6 +26,7 @@
 // Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, DeepSeek-V3 (arXiv 2412.19437) sections 2.1 and 2.2.
 #pragma once
 
+#include "data/shards.h"
 #include "device/graph.h"
 #include "layers/adamw.h"
 #include "layers/attention.h"
@@ -127,6 +128,7 @@ typedef struct Model {
     ModelConfig config;
     Layout layout;
     Ctx* ctx;
+    Ranks* ranks;                  // of the run; NULL with one
     Comm *world, *ep, *expert_dp;  // all ranks; the expert-parallel group; ranks that own the same experts
     Arena arena[ARENAS];
     Unit* units;
@@ -147,8 +149,10 @@ typedef struct Model {
     // MoE blocks.
     Pool* pool;  // their activations, a stack in forward order
     Dispatch* dispatch;
-    double capacity;   // capacity factor of the dispatch in training (moe/dispatch.h); 0: the host reads the sizes
-    char* no_windows;  // why --dispatch auto has no symmetric memory, or NULL
+    int windows;       // 1: training dispatches by windows (model/windows.c)
+    char* no_windows;  // why --dispatch auto has none, or NULL
+    real* overflow;    // of the windows, in device memory (moe/dispatch_windows.h); NULL without
+    Fetch* overflowed;
 
     // A step.
     Step step;
@@ -183,14 +187,13 @@ void model_loss(Model* model, StepState* state, float dscale);
 // (router_backward), the same in all blocks and MTP modules.
 void model_backward(Model* model, float aux, int last_micro_step);
 
-// Training step `step`, from 1: begin, then model_batch and model_micro_step for each micro-batch, then model_update.
+// Training step `step`, from 1: model_gradient, then model_update. The gradient is that of all micro-batches of the
+// step: begin, then model_batch and model_micro_step for each.
+void model_gradient(Model* model, Loader* loader, int64_t step);
 void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases (model/update.c). stop: see StepState.
 void model_update(Model* model, int stop);
-// After a step that overflowed (StepState.retry): multiplies the capacity by 1.125 * the largest `needed` of the ranks,
-// at most to that for all tokens of all ranks. Steps count again. All ranks of the run together.
-void model_grow_capacity(Model* model, Ranks* world, double needed);
 // Why steps do not run as CUDA graphs (device/graph.h), as a message; NULL: they do, except steps that fill mx_stats.
 const char* model_unreplayed(const Model* model);
 

@@ -10,7 +10,7 @@ void model_forward(Model* m, int train) {
     // A micro-batch begins with an empty pool: no activations of the one before are needed.
     const PoolMark bottom = {0, 0};
     pool_release(m->pool, bottom);
-    m->shapes.moe.capacity = train ? m->capacity : 0;  // validation has no step to run again
+    m->shapes.moe.windows = train && m->windows;  // validation has no step to run again
     m->mtp_modules = train ? (int)m->config.mtp : 0;
 
     Unit* u = unit_begin(m, 0, 1);

@@ -306,7 +306,7 @@ void report_schedule(const Settings* s, int64_t step) {
 
 void report_device(const Model* m) {
     const char* unreplayed = model_unreplayed(m);
-    const char* dispatch = m->capacity > 0 ? "windows" : BACKEND == BACKEND_CUDA ? "nccl" : "MPI";
+    const char* dispatch = m->windows ? "windows" : BACKEND == BACKEND_CUDA ? "nccl" : "MPI";
     printf("device     %s\n", device_name(m->ctx));
     if (m->layout.ranks > 1) printf("ranks      %d, %d share a set of experts\n", m->layout.ranks, m->layout.ep);
     if (m->layout.ep > 1)

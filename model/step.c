@@ -2,7 +2,7 @@
 #include <stdlib.h>
 
 #include "device/check.h"
-#include "model/model.h"
+#include "model/windows.h"
 
 void model_step_begin(Model* m, int64_t step) {
     const Settings* s = &m->settings;
@@ -28,6 +28,7 @@ void model_step_begin(Model* m, int64_t step) {
 static void forward_and_backward(Model* m, int last) {
     double tokens = (double)m->settings.tokens_per_step;
     model_forward(m, 1);
+    if (last && m->windows) windows_fetch(m);
     model_loss(m, m->step.state, (float)(1 / tokens));
     // The balance loss is a mean over the sequences of the step.
     model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens), last);
@@ -46,26 +47,17 @@ void model_micro_step(Model* m, int last) {
     for (int u = 0; u < params_units(&m->config); u++) m->units[u].version = weights_version(m->sharding);
 }
 
-void model_grow_capacity(Model* m, Ranks* world, double needed) {
+void model_gradient(Model* m, Loader* loader, int64_t step) {
     const Settings* s = &m->settings;
-    ctx_sync(m->ctx);
-    device_zero(&m->step.state->retry, sizeof(m->step.state->retry), m->ctx);
-    device_zero(&m->step.state->needed, sizeof(m->step.state->needed), m->ctx);
-
-    // The capacity that the fullest rank needs.
-    double *of_rank = (double*)host_alloc((size_t)s->ranks * sizeof(double)), most = 0;
-    ranks_all_gather(world, of_rank, &needed, sizeof(double));
-    for (int i = 0; i < s->ranks; i++) most = fmax(most, of_rank[i]);
-    free(of_rank);
-    m->capacity = fmin(1.125 * most * m->capacity, DISPATCH_MOST_CAPACITY * (double)s->ep);
-
-    // The pool, planned again as at the start.
-    Arena* plan = &m->arena[IN_POOL];
-    m->shapes.moe.capacity = m->capacity;
-    m->shapes.moe.router.N = s->batch * s->seq_len;
-    plan->count = 0;
-    moe_plan(plan, m->shapes.moe, config_blocks(&m->config) - m->config.dense_layers, m->capacity);
-    comm_window_free(m->ep);
-    ranks_barrier(world);  // its memory is free when no rank reaches into it any more
-    pool_move(m->pool, comm_window(m->ep, arena_bytes(plan), plan->purpose), arena_bytes(plan));
+    const int64_t micro_steps = s->tokens_per_step / settings_micro_tokens(s);
+    m->step.measures = s->mx_stats && step % s->mx_stats == 0;
+    do {
+        model_step_begin(m, step);
+        for (int64_t i = 0; i < micro_steps; i++) {
+            const int32_t *input, *target;
+            loader_read(loader, (step - 1) * micro_steps + i, &input, &target);
+            model_batch(m, input, target, s->batch, s->seq_len);
+            model_micro_step(m, i == micro_steps - 1);
+        }
+    } while (m->windows && windows_overflowed(m, step));
 }

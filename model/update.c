@@ -8,14 +8,15 @@
 // Sums over the ranks what decides the step.
 static void sum_over_ranks(Model* m) {
     if (!m->world) return;
-    comm_sum_double(m->world, &m->step.state->loss_sum, STEP_SUMS, m->ctx);
-    comm_max(m->world, &m->step.state->max_logit, 1, m->ctx);
+    comm_all_reduce(m->world, &m->step.state->loss_sum, STEP_SUMS, SUM_DOUBLE, m->ctx);
+    comm_all_reduce(m->world, &m->step.state->max_logit, 1, MAX_REAL, m->ctx);
     const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
-    comm_sum_i64(m->world, m->step.load, experts, m->ctx);
-    if (m->step.margins) comm_sum_i64(m->world, m->step.margins, experts * MARGIN_BINS, m->ctx);
+    comm_all_reduce(m->world, m->step.load, experts, SUM_I64, m->ctx);
+    if (m->step.margins) comm_all_reduce(m->world, m->step.margins, experts * MARGIN_BINS, SUM_I64, m->ctx);
     if (m->step.measures)  // doubles, all of it
-        comm_sum_double(m->world, (double*)m->step.mx_stats,
-                        blocks * BLOCK_STATS * (int64_t)(sizeof(QuantizationStats) / sizeof(double)), m->ctx);
+        comm_all_reduce(m->world, (double*)m->step.mx_stats,
+                        blocks * BLOCK_STATS * (int64_t)(sizeof(QuantizationStats) / sizeof(double)), SUM_DOUBLE,
+                        m->ctx);
 }
 
 // AdamW's part of each buffer, after Muon's.

@@ -99,8 +99,7 @@ static void exchange_parts(Model* m, const Wave* w, floatX* x, int back, Ctx* ct
 
     // The momentum comes before the exchange, the update after the return.
     const ExchangeBuffer buffer = {back ? m->muon.parts : x, back ? x : m->muon.parts, ROW * sizeof(floatX)};
-    const ExchangeRows there = {send_start, send, recv_start, recv, NULL},
-                       home = {recv_start, recv, send_start, send, NULL};
+    const ExchangeRows there = {send_start, send, recv_start, recv}, home = {recv_start, recv, send_start, send};
     if (!back) muon_momentum(list, w->count, m->layout.bf16_moments, &m->step.inputs->muon, m->step.state, ctx);
     comm_exchange(wave_comm(m, w), &buffer, 1, back ? home : there, ctx);
     if (back) muon_update(list, w->count, &m->step.inputs->muon, m->step.state, ctx);

@@ -4,11 +4,12 @@
 #include <string.h>
 
 #include "device/check.h"
+#include "moe/dispatch_windows.h"
 
 struct Dispatch {
     Pool* pool;
     Comm* comm;  // NULL with one rank, and then the rest is unused
-    StepState* state;
+    real* overflow;
     Ctx* side_stream;
     Event *ready, *there;  // the inputs of an all-to-all are ready; the all-to-all is done
     Fetch* counts;
@@ -16,10 +17,10 @@ struct Dispatch {
     int buffer_count;
 };
 
-Dispatch* dispatch_create(Comm* comm, Pool* pool, StepState* state, Ctx* ctx) {
+Dispatch* dispatch_create(Comm* comm, Pool* pool, real* overflow, Ctx* ctx) {
     Dispatch* d = (Dispatch*)host_alloc(sizeof(Dispatch));
     d->pool = pool;
-    d->state = state;
+    d->overflow = overflow;
     if (!comm) return d;
     // Several ranks: a stream for the all-to-all, its events, and host memory for the counts.
     ASSERT(comm_count(comm) <= DISPATCH_MAX_RANKS);
@@ -61,7 +62,7 @@ void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
     ARENA(a, "rank rows", ELEMENT_I32, s.ep, 0, &r->send.group_rows);
     ARENA(a, "sent row -> token", ELEMENT_I32, r->send.capacity, 1, &r->send.row_token);
     ARENA(a, "token -> sent row", ELEMENT_I32, s.N * s.ep, 1, &r->send.token_row);
-    ARENA(a, "rows by rank", ELEMENT_I64, ROUTE_NUMBERS * s.ep, 0, &r->numbers);
+    if (s.windows) ARENA(a, "rows by rank", ELEMENT_I64, 2 * WINDOW_NUMBERS * s.ep, 0, &r->by_windows);
 }
 
 void dispatch_plan_x(Arena* a, Rows* x, const Route* r) {
@@ -118,37 +119,31 @@ static double mean_ranks(DispatchShape s) {
     return s.ep * (1 - none);
 }
 
-void dispatch_expect(Route* r, double capacity, Backend backend) {
+void dispatch_expect(Route* r, Backend backend) {
     const DispatchShape s = r->shape;
-    if (s.ep == 1) capacity = 1;
+    const double capacity = s.ep == 1 ? 1 : s.capacity;
     // A rank receives a token once, even if it owns several of its experts. `choices` counts each of them.
     r->received = min_i64((int64_t)(capacity * (double)s.N * mean_ranks(s)), s.ep * s.N);
     r->choices = (int64_t)(capacity * (double)(s.N * s.K));
-    // With a capacity factor `send` keeps its largest size, so sorting cannot overflow.
-    if (!s.capacity) r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
+    // With windows `send` keeps its largest size, so sorting cannot overflow.
+    if (!s.windows) r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
 }
 
 // --- All-to-all ---
 
-// Queues the all-to-all of the packed buffers on the side stream, after ctx's work so far, and records `there`.
-static void exchange(Dispatch* d, ExchangeRows rows, Ctx* ctx) {
+// Queues the all-to-all of the packed buffers on the side stream, after ctx's work so far, and records `there`. With
+// `back` it is combine's, which is the reverse: received rows go back to their senders.
+static void exchange(Dispatch* d, const Route* r, int back, Ctx* ctx) {
+    const ExchangeRows out = {r->send_start, r->send_rows, r->recv_start, r->recv_rows},
+                       reverse = {r->recv_start, r->recv_rows, r->send_start, r->send_rows};
     event_record(d->ready, ctx);
     event_wait(d->ready, d->side_stream);
-    comm_exchange(d->comm, d->buffers, d->buffer_count, rows, d->side_stream);
+    if (r->shape.windows)
+        comm_exchange_windows(d->comm, d->buffers, d->buffer_count, r->by_windows, back, d->side_stream);
+    else
+        comm_exchange(d->comm, d->buffers, d->buffer_count, back ? reverse : out, d->side_stream);
     event_record(d->there, d->side_stream);
     d->buffer_count = 0;
-}
-
-// The rows of dispatch's all-to-all, on the host or in device memory. With `back` those of combine's, which is the
-// reverse: received rows go back to their senders.
-static ExchangeRows rows_of(const Route* r, int back) {
-    const int32_t P = r->shape.ep;
-    const int on_device = r->shape.capacity > 0;
-    const int64_t* n = on_device ? r->numbers : r->numbers_on_host;
-    const int64_t* there = on_device ? n + (back ? COMBINE_START : THERE_START) * P : NULL;
-    const ExchangeRows out = {n + SEND_START * P, n + SEND_ROWS * P, n + RECV_START * P, n + RECV_ROWS * P, there};
-    const ExchangeRows reverse = {out.recv_start, out.recv_rows, out.send_start, out.send_rows, there};
-    return back ? reverse : out;
 }
 
 // Adds a buffer to the next all-to-all.
@@ -169,17 +164,21 @@ static void pack_rows(Dispatch* d, Rows recv, Rows send) {
     }
 }
 
-// Waits for the counts of all ranks, and computes this rank's numbers from them on the host.
-static void numbers_on_host(Dispatch* d, Route* r) {
+// Waits for the counts of all ranks, and computes this rank's numbers from them.
+static void route_on_host(Dispatch* d, Route* r) {
     const int32_t P = r->shape.ep, own = comm_index(d->comm);
-    const int64_t *counts = (const int64_t*)fetch_end(d->counts), align = row_align(BACKEND);
+    const int64_t* counts = (const int64_t*)fetch_end(d->counts);
     r->received = r->choices = 0;
     r->send.capacity = 0;
     for (int32_t j = 0; j < P; j++) {
-        dispatch_numbers_of(r->numbers_on_host, counts, own, P, j, align, 1, 1);
-        r->send.capacity += round_up(counts[(own * P + j) * 2], align);
-        r->received += counts[(j * P + own) * 2];
-        r->choices += counts[(j * P + own) * 2 + 1];
+        const int64_t *to = counts + (own * P + j) * 2, *from = counts + (j * P + own) * 2;  // tokens, choices
+        r->send_start[j] = r->send.capacity;
+        r->send_rows[j] = to[0];
+        r->recv_start[j] = r->received;
+        r->recv_rows[j] = from[0];
+        r->send.capacity += round_up(to[0], row_align(BACKEND));
+        r->received += from[0];
+        r->choices += from[1];
     }
 }
 
@@ -201,20 +200,19 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     dispatch_ranks(rank, own, r->expert, N, s.K, s.ep, local_experts(s), ctx);
     comm_all_gather(d->comm, all, own, (size_t)(2 * P) * sizeof(int64_t), ctx);
 
-    // With a capacity factor the counts stay on the device. Else the host fetches them, and the sort of the tokens by
-    // rank runs while it waits.
-    if (s.capacity > 0) {
-        dispatch_expect(r, s.capacity, BACKEND);
-        dispatch_numbers(r->numbers, d->state, all, comm_index(d->comm), s.ep, r->received, r->choices, ctx);
-    } else {
-        fetch_begin(d->counts, all, ctx);
-    }
+    // The host fetches the counts, and the sort of the tokens by rank runs while it waits.
+    if (!s.windows) fetch_begin(d->counts, all, ctx);
     permute_plan(r->send, rank, NULL, N, s.ep, ctx);
-    if (s.capacity == 0) numbers_on_host(d, r);
+    if (s.windows) {
+        dispatch_expect(r, BACKEND);
+        route_on_device(r, d->overflow, all, comm_index(d->comm), ctx);
+    } else {
+        route_on_host(d, r);
+    }
     pool_release(d->pool, mark);
 }
 
-void dispatch_pack_sorted(Dispatch* d, const Route* r, AllToAll* t, Rows sorted, const Rows* kept) {
+static void dispatch_pack_sorted(Dispatch* d, const Route* r, AllToAll* t, Rows sorted, const Rows* kept) {
     // The result is in kept's memory where it has any, so that backward finds it.
     t->result = t->received;
     if (kept && kept->value) t->result.value = kept->value;
@@ -244,14 +242,14 @@ void dispatch_pack_choices(Dispatch* d, const Route* r, const AllToAll* t, Ctx* 
     const DispatchShape s = r->shape;
     if (!d->comm) return;
     dispatch_choices(t->sent_expert, t->sent_gate, r->expert, r->gate, r->send, s.N, s.K, local_experts(s), ctx);
-    // Rows of the fixed-size buffer that receive nothing have no expert (-1).
-    if (s.capacity > 0) device_fill(t->received_expert, 0xff, (size_t)(r->received * s.K) * sizeof(int32_t), ctx);
+    // Rows of windows that receive nothing have no expert (-1).
+    if (s.windows) device_fill(t->received_expert, 0xff, (size_t)(r->received * s.K) * sizeof(int32_t), ctx);
     pack(d, t->received_expert, t->sent_expert, (size_t)s.K * sizeof(int32_t));
     pack(d, t->received_gate, t->sent_gate, (size_t)s.K * sizeof(real));
 }
 
 void dispatch_start(Dispatch* d, const Route* r, Ctx* ctx) {
-    if (d->comm) exchange(d, rows_of(r, 0), ctx);
+    if (d->comm) exchange(d, r, 0, ctx);
 }
 
 Rows dispatch_receive(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
@@ -275,10 +273,10 @@ void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx
         unpermute_gates(t->received_gate, sums.drow_gate, sums.ragged, r->received, s.K, ctx);
         pack(d, t->sent_gate, t->received_gate, (size_t)s.K * sizeof(real));
     }
-    exchange(d, rows_of(r, 1), ctx);
+    exchange(d, r, 1, ctx);
 }
 
-Rows combine_back(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
+static Rows combine_back(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
     // Row i of `sent` now has the partial sum of the rank that received row i.
     Rows back = t->sent;
     back.format = r->shape.combine;

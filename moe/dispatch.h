@@ -17,17 +17,13 @@
 // The all-to-all runs on a stream of its own. Work that is queued on ctx between dispatch_start and dispatch_receive,
 // or between combine_send and combine_receive, overlaps with it.
 //
-// Dispatch is dropless: every token reaches its experts. There are two ways to size the buffers:
-//
-//   capacity 0    the host waits for the counts and takes buffers of the exact size
-//   capacity > 0  the capacity factor: buffers have a fixed size, and the host never waits. If a rank would receive
-//                 more rows, that is an overflow: nothing is sent, and the step runs again with more capacity
-//                 (retry, layers/step.h)
+// Dispatch is dropless: every token reaches its experts. The host waits for the counts and takes buffers of the exact
+// size. Dispatch by windows does without the host: moe/dispatch_windows.h.
 #pragma once
 
 #include "device/pool.h"
-#include "moe/dispatch_ops.h"
 #include "linear/rows.h"
+#include "moe/dispatch_ops.h"
 #include "parallel/comm.h"
 
 enum { DISPATCH_MAX_RANKS = 64 };
@@ -35,16 +31,14 @@ enum { DISPATCH_MAX_RANKS = 64 };
 #define DISPATCH_MOST_CAPACITY 1.01
 
 typedef struct DispatchShape {
-    int64_t N, C;     // tokens of this rank
-    int32_t E, K;     // experts of all ranks, choices a token
-    int32_t ep;       // ranks of expert parallelism; E % ep == 0
+    int64_t N, C;            // tokens of this rank
+    int32_t E, K;            // experts of all ranks, choices a token
+    int32_t ep;              // ranks of expert parallelism; E % ep == 0
     const Format* dispatch;  // of x and dy in dispatch: packed in it before they are sent
     const Format* expert;    // if dispatch is floatX, received x and dy are quantized to this one
     const Format* combine;   // of outputs and dx in combine: packed in it before they are sent back
-    // 0: the host waits for the counts, and buffers have the size they need. Else the capacity factor: the counts stay
-    // on the device, and dispatch_expect gives the capacity of the buffers. Unused received rows have no choices
-    // (received_expert -1). On overflow nothing is sent, and StepState records it. All ranks must then have the same N.
-    double capacity;
+    double capacity;         // capacity factor: memory is planned for this many times the mean load
+    int32_t windows;         // 1: dispatch by windows (moe/dispatch_windows.h)
 } DispatchShape;
 
 // The route of one block's tokens: forward makes it, backward reuses it. Its arrays are in the pool.
@@ -52,12 +46,13 @@ typedef struct Route {
     DispatchShape shape;
     int32_t* expert;            // (N, K): the router's choices; backward reads them and does not route again
     real* gate;                 // (N, K)
-    int64_t received, choices;  // tokens received by this rank, and their token-expert pairs here; or the capacity
-    // With several ranks: `send` has the tokens sorted by the rank they go to, a ragged layout with El = K = ep. For
-    // each rank there are the rows to send and the rows to receive (ROUTE_NUMBERS, ep): with a capacity factor in
-    // device memory, else on the host.
+    int64_t received, choices;  // rows for received tokens; capacity for their token-expert pairs
+    // With several ranks: `send` has the tokens sorted by the rank they go to, a ragged layout with El = K = ep.
     Ragged send;
-    int64_t *numbers, numbers_on_host[ROUTE_NUMBERS * DISPATCH_MAX_RANKS];
+    // The rows to send to each rank and to receive from it, as in ExchangeRows; set without windows.
+    int64_t send_start[DISPATCH_MAX_RANKS], send_rows[DISPATCH_MAX_RANKS];
+    int64_t recv_start[DISPATCH_MAX_RANKS], recv_rows[DISPATCH_MAX_RANKS];
+    int64_t* by_windows;  // the same, as in comm_exchange_windows; only with windows
 } Route;
 
 // Communication buffers of an all-to-all. Those that a route does not need are NULL.
@@ -80,8 +75,8 @@ typedef struct Sums {
 } Sums;
 
 typedef struct Dispatch Dispatch;
-// comm: of ep ranks, NULL with one. state: counts overflows; NULL if no shape has a capacity.
-Dispatch* dispatch_create(Comm* comm, Pool* pool, StepState* state, Ctx* ctx);
+// comm: of ep ranks, NULL with one. overflow: see route_on_device; NULL if no shape has windows.
+Dispatch* dispatch_create(Comm* comm, Pool* pool, real* overflow, Ctx* ctx);
 void dispatch_destroy(Dispatch* dispatch);
 size_t dispatch_workspace(DispatchShape shape);
 
@@ -93,19 +88,16 @@ void dispatch_plan_x(Arena* arena, Rows* x, const Route* route);
 // x a second time (dispatch_plan_again).
 void dispatch_plan_buffers(Arena* arena, AllToAll* exchange, const Route* route, int choices);
 void dispatch_plan_again(Arena* arena, AllToAll* again, const Route* route);
-// Sets the numbers of received tokens and choices to `capacity` times their means with evenly spread choices. Received
-// tokens are at most those of all ranks. Planning uses it in place of dispatch_counts. In a run it is the capacity of
-// the buffers, if the shape has a capacity factor.
-void dispatch_expect(Route* route, double capacity, Backend backend);
+// Sets `received` and `choices` to the capacity factor times their means with evenly spread choices. Received tokens
+// are at most those of all ranks. Planning uses it in place of dispatch_counts.
+void dispatch_expect(Route* route, Backend backend);
 
-// From route->expert: the rows to send to each rank and to receive from it.
+// From route->expert: the rows to send to each rank and to receive from it, `received` and `choices`.
 void dispatch_counts(Dispatch* d, Route* route, Ctx* ctx);
 
 // Pack x and the choices for the next all-to-all, then start it. The received x is in the memory of `kept`, or in that
 // of `t` where `kept` has none or is NULL.
 void dispatch_pack(Dispatch* d, const Route* route, AllToAll* t, const floatX* x, const Rows* kept, Ctx* ctx);
-// The same for tokens that are already quantized and in the order of route->send.
-void dispatch_pack_sorted(Dispatch* d, const Route* route, AllToAll* t, Rows sorted, const Rows* kept);
 void dispatch_pack_choices(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
 void dispatch_start(Dispatch* d, const Route* route, Ctx* ctx);
 // The received tokens, in received_format: quantized before they were sent or here, as the shape requires.
@@ -116,9 +108,6 @@ Rows dispatch_receive(Dispatch* d, const Route* route, const AllToAll* t, Ctx* c
 void combine_send(Dispatch* d, const Route* route, const AllToAll* t, Sums sums, Ctx* ctx);
 void combine_receive(Dispatch* d, const Route* route, const AllToAll* t, Sums sums, floatX* y, int accumulate,
                      real* dgate, Ctx* ctx);
-
-// The rows that came back from several ranks, dequantized, in the order of route->send: not yet added over the ranks.
-Rows combine_back(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
 
 static inline int32_t local_experts(DispatchShape s) { return s.E / s.ep; }
 // The format of received tokens.

@@ -17,17 +17,6 @@ void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64
     }
 }
 
-void dispatch_numbers(int64_t* numbers, StepState* state, const int64_t* counts, int32_t index, int32_t P,
-                      int64_t received, int64_t choices, Ctx* ctx) {
-    double needed = 0;
-    for (int32_t j = 0; j < P; j++)
-        needed = fmax(needed, dispatch_numbers_of(numbers, counts, index, P, j, row_align(BACKEND), received, choices));
-    if (needed <= 1) return;
-    for (int32_t j = 0; j < P; j++) numbers[SEND_ROWS * P + j] = numbers[RECV_ROWS * P + j] = 0;
-    if (state->overflows == 0) state->needed = fmax(state->needed, needed);
-    state->overflows += 1;
-}
-
 void dispatch_choices(int32_t* row_expert, real* row_gate, const int32_t* expert, const real* gate, Ragged send,
                       int64_t N, int32_t K, int32_t El, Ctx* ctx) {
     for (int64_t n = 0; n < N; n++)

@@ -35,24 +35,6 @@ void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64
     launch(ranks_kernel, blocks, 256, 2 * P * sizeof(int), ctx, rank, (unsigned long long*)counts, expert, N, K, P, El);
 }
 
-// One thread per rank.
-static __global__ void numbers_kernel(int64_t* numbers, StepState* state, const int64_t* counts, int32_t index,
-                                      int32_t P, int64_t align, int64_t received, int64_t choices) {
-    const int32_t j = (int32_t)threadIdx.x;
-    const double share = dispatch_numbers_of(numbers, counts, index, P, j, align, received, choices);
-    const bool first = state->overflows == 0;
-    if (!__syncthreads_or(share > 1)) return;
-    numbers[SEND_ROWS * P + j] = numbers[RECV_ROWS * P + j] = 0;
-    // The bits of positive doubles, read as integers, have the order of the doubles.
-    if (first) atomicMax((unsigned long long*)&state->needed, (unsigned long long)__double_as_longlong(share));
-    if (j == 0) state->overflows += 1;
-}
-
-void dispatch_numbers(int64_t* numbers, StepState* state, const int64_t* counts, int32_t index, int32_t P,
-                      int64_t received, int64_t choices, Ctx* ctx) {
-    launch(numbers_kernel, 1, P, 0, ctx, numbers, state, counts, index, P, row_align(BACKEND), received, choices);
-}
-
 static __global__ void __launch_bounds__(256)
     choices_kernel(int32_t* row_expert, float* row_gate, const int32_t* expert, const float* gate,
                    const int32_t* token_row, int64_t N, int32_t K, int32_t P, int32_t El) {

@@ -14,9 +14,9 @@
 // Precision is a property of the tensors (linear/format.h); docs/mxfp8.md has its rules.
 #pragma once
 
+#include "linear/linear.h"
 #include "moe/balance.h"
 #include "moe/dispatch.h"
-#include "linear/linear.h"
 
 typedef struct MoeShape {
     RouterShape router;  // N: the tokens of this rank
@@ -27,6 +27,7 @@ typedef struct MoeShape {
     const Format *dispatch, *expert, *combine;  // as in DispatchShape; `expert` is that of the experts' weights
     const Format* wgrad;                        // of the operands of the experts' weight gradients
     double capacity;                            // as in DispatchShape
+    int32_t windows;                            // as in DispatchShape
 } MoeShape;
 
 // Weights with their gradients, which are = or += as in Weight. Shapes: w13 is E / ep of (2F, C), w2 is E / ep of (C,
@@ -49,9 +50,8 @@ typedef struct MoeSaved {
     floatX *h, *shared_h;  // (rows, 2F), (N, 2 shared_F): before SwiGLU
 } MoeSaved;
 
-// Names in `pool` the saved tensors of `blocks` MoE blocks, and the buffers of one block in backward. Every rank is
-// assumed to receive `capacity` times the mean number of tokens and choices (1 with ep 1, where the number is known).
-void moe_plan(Arena* pool, MoeShape shape, int64_t blocks, double capacity);
+// Names in `pool` the saved tensors of `blocks` MoE blocks, and the buffers of one block in backward (dispatch_expect).
+void moe_plan(Arena* pool, MoeShape shape, int64_t blocks);
 size_t moe_workspace(MoeShape shape);
 
 // y (N, C) =. In training counts += the load and margins of this rank's tokens (moe/router.h). Takes *saved from the

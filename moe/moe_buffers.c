@@ -87,14 +87,14 @@ void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* saved, MoeSh
     pool_take_table(pool);
 }
 
-void moe_plan(Arena* pool, MoeShape s, int64_t blocks, double capacity) {
+void moe_plan(Arena* pool, MoeShape s, int64_t blocks) {
     const int64_t first = pool->count;
     MoeSaved saved;
     MoeBackwardBuffers t;
     // Each block keeps its own saved tensors.
     for (int64_t b = 0; b < blocks; b++) {
         plan_choices(pool, &saved, s);
-        dispatch_expect(&saved.route, capacity, pool->backend);
+        dispatch_expect(&saved.route, pool->backend);
         plan_routed(pool, &saved, s);
     }
     // All blocks share the buffers of one backward.

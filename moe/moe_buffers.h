@@ -24,7 +24,7 @@ typedef struct MoeBackwardBuffers {
 
 static inline DispatchShape dispatch_shape(MoeShape s) {
     DispatchShape d = {s.router.N, s.router.C, s.router.E, s.router.K, s.ep,
-                       s.dispatch, s.expert,   s.combine,  s.capacity};
+                       s.dispatch, s.expert,   s.combine,  s.capacity, s.windows};
     return d;
 }
 

@@ -5,7 +5,7 @@
 //   rank 0   a0 b0 c0         a0 a1 a2         a               a b c
 //   rank 1   a1 b1 c1   ->    b0 b1 b2   ->      b       ->    a b c
 //   rank 2   a2 b2 c2         c0 c1 c2             c           a b c
-#include "parallel/comm.h"
+#include "parallel/comm_windows.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -126,8 +126,17 @@ void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, Exc
     watch_end();
 }
 
-// On the CPU there is no shared memory: comm_exchange sends messages, and a window is plain memory.
+// On the CPU there is no shared memory: comm_exchange_windows sends messages, and a window is plain memory.
 char* comm_windows_missing(Comm* c) { return NULL; }
 
 void* comm_window(Comm* c, size_t bytes, const char* what) { return c->window = device_alloc(bytes, what); }
 void comm_window_free(Comm* c) { device_free(c->window); }
+
+void comm_exchange_windows(Comm* c, const ExchangeBuffer* buffers, int buffer_count, const int64_t* rows, int back,
+                           Ctx* ctx) {
+    const int P = comm_count(c);
+    const int64_t *sends = rows + back * WINDOW_NUMBERS * P, *receives = rows + !back * WINDOW_NUMBERS * P;
+    const ExchangeRows by_rank = {sends + WINDOW_START * P, sends + WINDOW_ROWS * P, receives + WINDOW_START * P,
+                                  receives + WINDOW_ROWS * P};
+    comm_exchange(c, buffers, buffer_count, by_rank, ctx);
+}

@@ -23,41 +23,18 @@ void comm_reduce_scatter(Comm* comm, real* part, real* all, int64_t n, Ctx* ctx)
 // All-reduce: sums or maxima over the ranks, in place, the same bits on every rank.
 typedef enum { SUM_REAL, SUM_DOUBLE, SUM_I64, MAX_REAL } Reduction;
 void comm_all_reduce(Comm* comm, void* data, int64_t n, Reduction reduction, Ctx* ctx);
-static inline void comm_sum(Comm* c, real* x, int64_t n, Ctx* ctx) { comm_all_reduce(c, x, n, SUM_REAL, ctx); }
-static inline void comm_sum_double(Comm* c, double* x, int64_t n, Ctx* ctx) {
-    comm_all_reduce(c, x, n, SUM_DOUBLE, ctx);
-}
-static inline void comm_sum_i64(Comm* c, int64_t* x, int64_t n, Ctx* ctx) { comm_all_reduce(c, x, n, SUM_I64, ctx); }
-static inline void comm_max(Comm* c, real* x, int64_t n, Ctx* ctx) { comm_all_reduce(c, x, n, MAX_REAL, ctx); }
 
 // All-to-all of rows. For each rank i: rows send_start[i] .. + send_rows[i] of `send` go to rank i, and recv_rows[i]
 // rows from it arrive at recv_start[i]. The four arrays are host memory and are read at once. Several buffers with the
 // same number of rows are sent together. To send rows back, swap send and recv.
-//
-// With there_start the all-to-all is by symmetric memory: the GPUs store rows directly into each other's memory. The
-// arrays are device memory then, and the host does not read them. Requirements:
-//
-//   recv          in memory of comm_window, at the same offset on every rank
-//   there_start   rows for rank i begin at there_start[i] of its recv
-//   row_bytes     multiples of 4
-//
-// Counts and offsets are in rows, the same for all buffers of a call.
 typedef struct ExchangeRows {
     const int64_t *send_start, *send_rows, *recv_start, *recv_rows;  // (count of the group) each
-    const int64_t* there_start;                                      // (count of the group), or NULL
 } ExchangeRows;
 typedef struct ExchangeBuffer {
     void* recv;
     const void* send;
     size_t row_bytes;
 } ExchangeBuffer;
-// The most buffers of one call by symmetric memory.
+// The most buffers of one call.
 enum { EXCHANGE_BUFFERS = 8 };
 void comm_exchange(Comm* comm, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx);
-
-// Symmetric memory: `bytes` on every rank, not zeroed, that all GPUs of the group can access. A group has at most one.
-// All ranks make all calls. Call comm_windows_missing once before: it returns the reason why there can be none, in
-// fresh memory, or NULL.
-char* comm_windows_missing(Comm* comm);
-void* comm_window(Comm* comm, size_t bytes, const char* what);
-void comm_window_free(Comm* comm);

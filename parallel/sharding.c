@@ -255,7 +255,7 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
         } else if (last && p->shard == SHARD_OPTIMIZER) {  // whole gradients, but only this rank's part is needed
             comm_reduce_scatter(comm_of(s, i), p->own_grad, p->grad, p->part, s->side_stream);
         } else if (last) {  // SHARD_NONE: every rank updates all
-            comm_sum(comm_of(s, i), p->grad, p->n, s->side_stream);
+            comm_all_reduce(comm_of(s, i), p->grad, p->n, SUM_REAL, s->side_stream);
         }
     }
     if (communicates(s)) event_record(s->slots[slot_of(s, unit)].reduced, s->side_stream);

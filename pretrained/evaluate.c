@@ -74,7 +74,7 @@ double evaluate_loss(Model* m, Shards* shards) {
     }
 
     // The mean over all targets of all ranks, in nats.
-    if (m->world) comm_sum_double(m->world, &m->val_state->loss_sum, 1, m->ctx);
+    if (m->world) comm_all_reduce(m->world, &m->val_state->loss_sum, 1, SUM_DOUBLE, m->ctx);
     StepState state;
     device_download(&state, m->val_state, sizeof(state), m->ctx);
     free(ids);
@@ -166,7 +166,7 @@ static void sum_over_ranks(Model* m, double* values, int64_t n) {
     const size_t bytes = (size_t)n * sizeof(double);
     double* there = (double*)device_alloc(bytes, "the losses of endings");
     device_upload(there, values, bytes, m->ctx);
-    comm_sum_double(m->world, there, n, m->ctx);
+    comm_all_reduce(m->world, there, n, SUM_DOUBLE, m->ctx);
     device_download(values, there, bytes, m->ctx);
     device_free(there);
 }

@@ -274,7 +274,7 @@ static void collect(const Shards* s, int64_t batch, LoaderOrder order, int calls
     Loader* loader = loader_start(s, batch, BIG, order);
     for (int c = 0; c < calls; c++) {
         const int32_t *input, *target;
-        loader_next(loader, &input, &target);
+        loader_read(loader, c, &input, &target);
         for (int64_t b = 0; b < batch; b++) {
             first_tokens[c * batch + b] = input[b * T];
             for (int t = 0; t < T; t++)
@@ -360,7 +360,7 @@ static void load_bad(void) {
     Shards* s = open_set();
     Loader* loader = loader_start(s, 1, 70000, order_of(0, 1, 0));
     const int32_t *input, *target;
-    for (int c = 0; c < 9; c++) loader_next(loader, &input, &target);
+    for (int c = 0; c < 9; c++) loader_read(loader, c, &input, &target);
 }
 // A bad window is no error if the run does not use it.
 static void load_up_to_bad(void) {
@@ -368,7 +368,7 @@ static void load_up_to_bad(void) {
     Shards* s = open_set();
     Loader* loader = loader_start(s, 1, 70000, order_of(0, 1, 0));
     const int32_t *input, *target;
-    for (int c = 0; c < good; c++) loader_next(loader, &input, &target);
+    for (int c = 0; c < good; c++) loader_read(loader, c, &input, &target);
     loader_stop(loader);
     die(EXIT_FAILED, "all %d good ones", good);
 }

@@ -335,6 +335,7 @@ static MoeShape shape_of(Widths d, Precision p, int recompute) {
                   format_of(p.expert, p),
                   p.combine ? format_of_id(FORMAT_MXFP8_EXACT, p.scale) : NULL,
                   format_of(p.wgrad, p),
+                  1,
                   0};
     return s;
 }
@@ -367,7 +368,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
 
     Arena plan, weights;
     arena_init(&plan, "a test", BACKEND);
-    moe_plan(&plan, s, 1, 1);
+    moe_plan(&plan, s, 1);
     size_t room = arena_bytes(&plan);
     arena_free(&plan);
     // Statistics leave NaN out. With this fill, elements that they must not count are about 0.75 instead.

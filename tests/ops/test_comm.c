@@ -103,7 +103,7 @@ static void sum_is_the_same_everywhere(void) {
         for (int again = 0; again < 2; again++) {
             real* x = numbers(me, n);
             real* there = (real*)on_device(x, bytes);
-            comm_sum(comm, there, n, ctx);
+            comm_all_reduce(comm, there, n, SUM_REAL, ctx);
             device_download(x, there, bytes, ctx);
             double error = error_of(x, ref, n);
             CHECK(error < 1e-6, "%lld numbers: off by %g", (long long)n, error);
@@ -131,8 +131,8 @@ static void sums_of_other_types(void) {
         for (int64_t at = 0; at < n; at++) k[at] = big + me * at, d[at] = (double)k[at];
         double* d_there = (double*)on_device(d, (size_t)n * sizeof(double));
         int64_t* k_there = (int64_t*)on_device(k, (size_t)n * sizeof(int64_t));
-        comm_sum_double(comm, d_there, n, ctx);
-        comm_sum_i64(comm, k_there, n, ctx);
+        comm_all_reduce(comm, d_there, n, SUM_DOUBLE, ctx);
+        comm_all_reduce(comm, k_there, n, SUM_I64, ctx);
         device_download(d, d_there, (size_t)n * sizeof(double), ctx);
         device_download(k, k_there, (size_t)n * sizeof(int64_t), ctx);
         for (int64_t at = 0; at < n; at++) {
@@ -181,7 +181,7 @@ static void check_rows(Comm* c, int64_t (*rows)(int from, int to), const char* w
         back[b] = (ExchangeBuffer){returned, there, size};
     }
     // There and back.
-    ExchangeRows forth = {send_start, send, recv_start, recv, NULL}, home = {recv_start, recv, send_start, send, NULL};
+    ExchangeRows forth = {send_start, send, recv_start, recv}, home = {recv_start, recv, send_start, send};
     comm_exchange(c, go, BUFFERS, forth, ctx);
     comm_exchange(c, back, BUFFERS, home, ctx);
     for (int b = 0; b < BUFFERS; b++) {
@@ -245,8 +245,8 @@ static void groups(void) {
     event_record(ready, ctx);
     event_wait(ready, side);
     for (int i = 0; i < TURNS; i++) {
-        comm_sum_i64(all, x, N, side);
-        comm_sum_i64(some, y, N, ctx);
+        comm_all_reduce(all, x, N, SUM_I64, side);
+        comm_all_reduce(some, y, N, SUM_I64, ctx);
     }
     // Each sum multiplies the numbers by the number of ranks.
     int64_t in_all = 1, in_some = 1;

@@ -1,6 +1,6 @@
 // The routes of expert parallelism: the rows that ranks send and receive.
-#include "moe/dispatch.h"
 #include "moe/dispatch_ops.h"
+#include "moe/dispatch_windows.h"
 #include "tests/routing.h"
 
 typedef struct {
@@ -85,7 +85,7 @@ static void test_dispatch(void) {
 // reported.
 static void check_numbers(int32_t P, uint32_t seed, int empty) {
     int64_t *counts = kept_bytes(2 * P * P * sizeof(int64_t)),
-            *all = kept_bytes(P * ROUTE_NUMBERS * P * sizeof(int64_t));
+            *all = kept_bytes(P * 2 * WINDOW_NUMBERS * P * sizeof(int64_t));
     int64_t tokens = 0, choices = 0;
     for (int32_t i = 0; i < P * P; i++) {
         counts[2 * i] = empty && P > 1 && i % P == 1 ? 0 : (int64_t)(random_uniform(31, seed, (uint64_t)i) * 300);
@@ -98,35 +98,38 @@ static void check_numbers(int32_t P, uint32_t seed, int empty) {
     }
 
     // With exactly enough capacity, and with one too little of either.
+    enum { ROWS = 2 * WINDOW_NUMBERS };
     for (int lacks = 0; lacks < 3; lacks++) {
-        StepState state;
-        memset(&state, 0, sizeof(state));
-        memset(all, 0x7b, P * ROUTE_NUMBERS * P * sizeof(int64_t));
-        for (int32_t i = 0; i < P; i++)
-            dispatch_numbers(all + i * ROUTE_NUMBERS * P, &state, counts, i, P, tokens - (lacks == 1),
-                             choices - (lacks == 2), NULL);
+        real overflow = 0;
+        memset(all, 0x7b, P * ROWS * P * sizeof(int64_t));
+        for (int32_t i = 0; i < P; i++) {
+            const Route route = {.shape = {.ep = P},
+                                 .received = tokens - (lacks == 1),
+                                 .choices = choices - (lacks == 2),
+                                 .by_windows = all + i * ROWS * P};
+            route_on_device(&route, &overflow, counts, i, NULL);
+        }
         const double share = lacks == 1   ? (double)tokens / (double)(tokens - 1)
                              : lacks == 2 ? (double)choices / (double)(choices - 1)
                                           : 0;
-        CHECK(state.overflows == (lacks ? P : 0) && state.needed == share, "overflows %g of %d ranks, needed %g",
-              state.overflows, P, state.needed);
+        CHECK(overflow == (real)share, "%d ranks: overflow %g, not %g", P, (double)overflow, share);
 
         // Starts also as on the GPU, where sent rows have gaps.
         int64_t wrong = 0;
         const int64_t align = lacks == 0 ? 128 : row_align(BACKEND);
         for (int32_t i = 0; i < P && lacks == 0; i++)
-            for (int32_t j = 0; j < P; j++)
-                dispatch_numbers_of(all + i * ROUTE_NUMBERS * P, counts, i, P, j, align, tokens, choices);
+            for (int32_t j = 0; j < P; j++) route_numbers(all + i * ROWS * P, counts, i, P, j, align, tokens, choices);
         for (int32_t i = 0; i < P; i++) {
             int64_t sent = 0, received = 0;
-            const int64_t* own = all + i * ROUTE_NUMBERS * P;
+            const int64_t *sends = all + i * ROWS * P, *receives = sends + WINDOW_NUMBERS * P;
             for (int32_t j = 0; j < P; j++) {
-                const int64_t* other = all + j * ROUTE_NUMBERS * P;
+                const int64_t *sends_there = all + j * ROWS * P, *receives_there = sends_there + WINDOW_NUMBERS * P;
                 const int64_t out = counts[(i * P + j) * 2], in = counts[(j * P + i) * 2];
-                wrong += own[SEND_ROWS * P + j] != (lacks ? 0 : out) || own[RECV_ROWS * P + j] != (lacks ? 0 : in);
-                wrong += own[SEND_START * P + j] != sent || own[RECV_START * P + j] != received;
-                wrong += own[THERE_START * P + j] != other[RECV_START * P + i];
-                wrong += own[COMBINE_START * P + j] != other[SEND_START * P + i];
+                wrong += sends[WINDOW_ROWS * P + j] != (lacks ? 0 : out);
+                wrong += receives[WINDOW_ROWS * P + j] != (lacks ? 0 : in);
+                wrong += sends[WINDOW_START * P + j] != sent || receives[WINDOW_START * P + j] != received;
+                wrong += sends[WINDOW_THERE * P + j] != receives_there[WINDOW_START * P + i];
+                wrong += receives[WINDOW_THERE * P + j] != sends_there[WINDOW_START * P + i];
                 sent += round_up(out, align), received += in;
             }
         }
@@ -145,8 +148,8 @@ static void test_expected(void) {
     enum { N = 28000 };
     static const double capacities[] = {1, 1.25, 2, 3};
     for (int i = 0; i < 4; i++) {
-        Route r = {.shape = {.N = N, .C = 64, .E = 8, .K = 2, .ep = 4}};
-        dispatch_expect(&r, capacities[i], BACKEND);
+        Route r = {.shape = {.N = N, .C = 64, .E = 8, .K = 2, .ep = 4, .capacity = capacities[i]}};
+        dispatch_expect(&r, BACKEND);
         const int64_t even = (int64_t)(capacities[i] * 4 * 13000), all = 4 * N;
         CHECK(llabs(r.received - min_i64(even, all)) <= 1 && r.received <= all, "capacity %g: %lld tokens",
               capacities[i], (long long)r.received);

@@ -82,7 +82,7 @@ typedef struct {
 static int64_t planned(const Block* b) {
     Arena plan;
     arena_init(&plan, "a test", BACKEND);
-    moe_plan(&plan, b->s, b->blocks, 1);
+    moe_plan(&plan, b->s, b->blocks);
     size_t bytes = arena_bytes(&plan);
     arena_free(&plan);
     return (int64_t)bytes;
@@ -224,7 +224,7 @@ static void check_block(MoeShape s) {
     release_all();
 }
 
-#define BF16 NULL, NULL, NULL, NULL, 0  // nothing in MXFP8, and one rank
+#define BF16 NULL, NULL, NULL, NULL, 1, 0  // nothing in MXFP8, and one rank
 static void test_block(void) {
     //             N    T   C  E  K  groups   score    norm scale force  F  shared ep recompute
     check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 2, 2, 1, 0, BF16});

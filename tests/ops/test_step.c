@@ -28,30 +28,7 @@ static void test_norm_of_large_buffers(void) {
     release_all();
 }
 
-// A step that overflows the capacity counts neither as good nor as bad. Later steps change nothing until the capacity
-// is larger (retry is cleared).
-static void test_no_room(void) {
-    Ctx* ctx = ctx_create(0);
-    StepState* state = kept_bytes(sizeof(StepState));
-    memset(state, 0, sizeof(*state));
-    const AdamW opt = {1e-3f, 0.9f, 0.95f, 1e-8f, 0, 1};
-    const int want[4] = {1, 0, 0, 1};
-    for (int step = 0; step < 4; step++) {
-        step_begin(state, ctx);
-        state->loss_sum = 1, state->grad_sq = 1;
-        if (step == 1) state->overflows = 3;
-        if (step == 3) state->retry = 0;
-        step_decide(state, 1, &opt, ctx);
-        CHECK(state->ok == want[step] && state->bad_in_a_row == 0, "step %d: ok %d, %d in a row", step, state->ok,
-              state->bad_in_a_row);
-    }
-    CHECK(state->updates == 2, "%lld updates", (long long)state->updates);
-    ctx_destroy(ctx);
-    release_all();
-}
-
 int main(void) {
     RUN(test_norm_of_large_buffers);
-    RUN(test_no_room);
     return test_summary();
 }

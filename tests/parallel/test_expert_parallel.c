@@ -5,9 +5,8 @@
 // by rank, a weight's gradient group by group. A GEMM may use other instructions for a row at another place in its
 // tile. The errors are some u = 6e-8 (1e-16 in double). On CUDA, rows are sent in bf16, and each rank's partial sum is
 // rounded once. Such a rounding is 8e-4 of its part (2^-9, uniform within a binade), and three of them add up.
-#include "layers/step.h"
 #include "moe/moe.h"
-#include "parallel/comm.h"
+#include "parallel/comm_windows.h"
 #include "tests/ranks.h"
 #include "tests/transfer.h"
 #include "tests/weight.h"
@@ -23,7 +22,7 @@ enum { OUTPUTS = 7, BLOCKS = 2 };
 
 static Comm* comms[E + 1];  // by ep: this rank's group of ep ranks
 static char* no_windows;    // the reason if there are no windows, else NULL
-static StepState* state;    // for dispatches with a capacity
+static real* overflow;      // for dispatches by windows
 
 // Layouts: ep = 1, 2, 4, ... while it divides the ranks and the experts.
 static int next_ep(int ep) { return ep < E && ranks % (2 * ep) == 0 ? 2 * ep : 0; }
@@ -58,7 +57,7 @@ typedef struct Outputs {
     int32_t* expert;  // (N, K)
     int64_t* load;    // (E)
     int64_t used;     // bytes of the pool's memory that were written
-    StepState state;  // after the blocks
+    real overflow;    // after the blocks
 } Outputs;
 static const char* const output_names[OUTPUTS] = {"y", "dx", "drouter", "dw13", "dw2", "dshared13", "dshared2"};
 
@@ -73,7 +72,7 @@ static int64_t total_tokens(const Case* c) { return tokens_before(c, ranks); }
 static MoeShape shape_of(const Case* c, int64_t N, int ep, int recompute) {
     int32_t groups = c->groups > 1 ? c->groups : 1, top = groups > 1 ? groups / 2 : 1, norm = c->score == SCORE_SIGMOID;
     RouterShape router = {N, T, C, E, c->K, groups, top, c->score, norm, 1.5f, c->force_balance};
-    MoeShape s = {router, F, c->shared_F, ep, recompute, NULL, NULL, NULL, NULL, 0};
+    MoeShape s = {router, F, c->shared_F, ep, recompute, NULL, NULL, NULL, NULL, 1, 0};
     return s;
 }
 
@@ -96,7 +95,7 @@ static Inputs make_inputs(const Case* c) {
 static size_t planned(MoeShape s) {
     Arena plan;
     arena_init(&plan, "a test", BACKEND);
-    moe_plan(&plan, s, BLOCKS, s.capacity > 0 ? s.capacity : 1);
+    moe_plan(&plan, s, BLOCKS);
     size_t bytes = arena_bytes(&plan);
     arena_free(&plan);
     return bytes;
@@ -120,14 +119,14 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     MoeWeights w = {send(in->router, E * C), d[2], send_real(in->bias, E), &w13, &w2, &shared13, &shared2};
     int64_t* load = (int64_t*)device_room(E * sizeof(int64_t));
 
-    // With a capacity, the pool is in symmetric memory, which the other ranks can write.
-    char* memory = (char*)(s.capacity > 0 ? comm_window(comms[s.ep], room, "a test") : device_room(room));
+    // With windows, the pool is in symmetric memory, which the other ranks can write.
+    char* memory = (char*)(s.windows ? comm_window(comms[s.ep], room, "a test") : device_room(room));
     char* before = (char*)host_room(room);
-    device_zero(state, sizeof(*state), ctx);
+    device_zero(overflow, sizeof(*overflow), ctx);
     memset(before, 0xff, room);  // NaN, and -1
     device_upload(memory, before, room, ctx);
     Pool* pool = pool_create("pool of a test", memory, room);
-    Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, state, ctx);
+    Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, overflow, ctx);
     MoeSaved saved[BLOCKS];
     PoolMark mark[BLOCKS];
     for (int b = 0; b < BLOCKS; b++) {
@@ -147,10 +146,10 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     const char* after = (const char*)fetch(memory, room);
     o.used = (int64_t)room;
     while (o.used > 0 && after[o.used - 1] == (char)0xff) o.used--;
-    device_download(&o.state, state, sizeof(o.state), ctx);
+    device_download(&o.overflow, overflow, sizeof(o.overflow), ctx);
     dispatch_destroy(dispatch);
     pool_destroy(pool);
-    if (s.capacity > 0) comm_window_free(comms[s.ep]);
+    if (s.windows) comm_window_free(comms[s.ep]);
     return o;
 }
 
@@ -268,7 +267,7 @@ static void test_plan(void) {
 
 // Dispatch by windows, where GPUs write tokens directly and no host has the counts. With enough capacity, it gives the
 // same bits as dispatch by NCCL. If one expert gets all tokens, with capacity 1, every block overflows and sends no
-// token. All ranks then have the needed capacity in their StepState.
+// token. All ranks then have the needed capacity.
 static void test_windows(void) {
     for (int i = 0; i < CASES; i++) {
         Case c = cases[i];
@@ -277,17 +276,15 @@ static void test_windows(void) {
         for (int ep = 2; ep && ranks > 1; ep = next_ep(ep))
             for (int recompute = 0; recompute < 2; recompute++) {
                 MoeShape s = shape_of(&c, c.N[0], ep, recompute), room = s, tight = s;
-                room.capacity = ep, tight.capacity = 1;
+                room.windows = tight.windows = 1;
+                room.capacity = ep;
                 Outputs sent = run_block(&in, s, rank * c.N[0], planned(s));
                 Outputs stored = run_block(&in, room, rank * c.N[0], planned(room));
                 CHECK(same_bits(&sent, &stored), "%s, ep %d, recompute %d: stored is not sent", c.name, ep, recompute);
-                CHECK(stored.state.overflows == 0 && stored.state.needed == 0, "%s, ep %d: %g without room", c.name, ep,
-                      stored.state.overflows);
+                CHECK(stored.overflow == 0, "%s, ep %d: overflow %g", c.name, ep, (double)stored.overflow);
                 if (c.K > 1 || c.favourite < 0) continue;
                 Outputs none = run_block(&in, tight, rank * c.N[0], planned(tight));
-                CHECK(none.state.overflows == BLOCKS && none.state.needed == ep,
-                      "%s, ep %d: %g without room, which would have been %g", c.name, ep, none.state.overflows,
-                      none.state.needed);
+                CHECK(none.overflow == ep, "%s, ep %d: overflow %g", c.name, ep, (double)none.overflow);
                 for (int64_t n = 0; n < none.n[0]; n++) CHECK(isfinite(none.out[0][n]), "y is not finite");
             }
         forget(0, 0);
@@ -314,14 +311,14 @@ int main(int argc, char** argv) {
         comms[ep] = comm_create(groups[ep], "expert parallel", ctx);
         if (!no_windows) no_windows = comm_windows_missing(comms[ep]);
     }
-    state = (StepState*)device_alloc(sizeof(StepState), "a test");
+    overflow = (real*)device_alloc(sizeof(real), "a test");
     RUN_RANKS(test_layouts);
     RUN_RANKS(test_plan);
     if (no_windows || ranks == 1)
         SKIP(test_windows, ranks == 1 ? "one rank" : no_windows);
     else
         RUN_RANKS(test_windows);
-    device_free(state);
+    device_free(overflow);
     for (int ep = 2; ep <= most; ep *= 2) {
         comm_destroy(comms[ep]);
         ranks_free(groups[ep]);
