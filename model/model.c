@@ -11,6 +11,7 @@
 #include "layers/rmsnorm.h"
 #include "model/update_muon.h"
 #include "mx/mx_check.h"
+#include "parallel/slices.h"
 
 // align MX_CHUNK: the four blocks of 128 elements share a scale. align 1: each block of 32 has its own.
 static Format format_of(int64_t precision, const Settings* s, int64_t align) {
@@ -316,24 +317,11 @@ static void connect(Model* m, Ranks* world) {
     ranks_free(same_experts);
 }
 
-// Why a group of ranks can have no windows, the first that cannot: all do as it does. NULL: all can.
-static char* windows_missing(Model* m, Ranks* world) {
-    enum { WORDS = 256 };
-    char *why = comm_windows_missing(m->ep), *all = (char*)host_alloc((size_t)m->layout.ranks * WORDS);
-    char mine[WORDS] = "", *found = NULL;
-    snprintf(mine, WORDS, "%s", why ? why : "");
-    free(why);
-    ranks_all_gather(world, all, mine, WORDS);
-    for (int i = 0; i < m->layout.ranks && !found; i++)
-        if (all[i * WORDS]) found = host_strdup(all + i * WORDS);
-    free(all);
-    return found;
-}
-
 // Memory of the pool: where the ranks of a group reach it, if that is asked for and can be had.
 static void* pool_memory(Model* m, Ranks* world) {
     Arena* a = &m->arena[IN_POOL];
-    m->no_windows = m->capacity > 0 ? windows_missing(m, world) : NULL;
+    // A group of ranks that can have no windows: all do as it does.
+    m->no_windows = m->capacity > 0 ? ranks_reason(world, comm_windows_missing(m->ep)) : NULL;
     if (m->no_windows && m->settings.dispatch == DISPATCH_WINDOWS)
         die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
     if (m->no_windows) m->capacity = m->shapes.moe.capacity = 0;

@@ -118,12 +118,11 @@ static const Json* file_entry(const Json* manifest, const char* name) {
 // Cross-rank agreement. Returns 0 if no rank has a reason. Else it returns -1 on all ranks, and `error` gets the reason
 // of the first rank that has one. Frees `why`.
 static int agree(Ranks* world, char* why, char* error, size_t error_size) {
-    int who;
-    bool good = ranks_lowest(world, why == NULL, &who) == 1;
-    if (why) snprintf(error, error_size, "%s", why);
-    free(why);
-    if (!good) ranks_broadcast(world, error, error_size, who);
-    return good ? 0 : -1;
+    char* reason = ranks_reason(world, why);
+    if (!reason) return 0;
+    snprintf(error, error_size, "%s", reason);
+    free(reason);
+    return -1;
 }
 
 // Compares size and CRC-32 of a file with its entry in the manifest.

@@ -92,6 +92,16 @@ bool ranks_well(Ranks* group, bool well) {
     return false;
 }
 
+char* ranks_reason(Ranks* group, char* why) {
+    int who;
+    char reason[1024] = "";
+    if (why) snprintf(reason, sizeof(reason), "%s", why);
+    free(why);
+    if (ranks_lowest(group, !*reason, &who) == 1) return NULL;
+    ranks_broadcast(group, reason, sizeof(reason), who);
+    return host_strdup(reason);
+}
+
 void ranks_must_share(Ranks* world, const char* out, bool same) {
     if (!ranks_well(world, same))
         die(EXIT_FAILED,

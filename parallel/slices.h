@@ -45,5 +45,8 @@ int64_t ranks_lowest(Ranks* group, int64_t value, int* who);
 // and never return: one rank prints the reason, and none uses files that it removes.
 bool ranks_well(Ranks* group, bool well);
 
+// On every rank the reason of the first rank that has one, in fresh memory; NULL: none has one. Frees `why`.
+char* ranks_reason(Ranks* group, char* why);
+
 // Ends the run if `same` is false on a rank: it does not see the same contents of `out` as rank 0.
 void ranks_must_share(Ranks* world, const char* out, bool same);
