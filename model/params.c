@@ -6,7 +6,6 @@
 
 #include "device/check.h"
 #include "device/random.h"
-#include "layers/muon.h"
 
 int params_units(const ModelConfig* c) { return (int)config_blocks(c) + 2; }
 
@@ -181,21 +180,6 @@ double flops_per_token(const ModelConfig* c, int64_t T) {
         const double matmul = 6 * (double)(count_elements(c, unit, unit + 1, c->K, true) + (k ? c->V * c->C : 0));
         const double share = (double)(T - k) / (double)T;
         flops += share * (matmul + (unit == head ? 0 : share * attention));
-    }
-    return flops;
-}
-
-double params_muon_flops(const ModelConfig* c, int buffer) {
-    double flops = 0;
-    for (int unit = 0; unit < params_units(c); unit++) {
-        Param list[PARAMS];
-        const int count = params_list(list, c, kind_of(c, unit));
-        for (int i = 0; i < count; i++) {
-            const Param* p = &list[i];
-            const int64_t halves = p->second ? 2 : 1, matrices = halves * (buffer == EXPERT_PARAMS ? c->E : 1);
-            if (p->by == MUON && param_buffer(p->id) == buffer)
-                flops += (double)matrices * muon_flops(p->rows / halves, p->columns);
-        }
     }
     return flops;
 }

@@ -18,17 +18,32 @@ static const char* big(char text[16], double x) {
     return text;
 }
 
-// Muon's share of a step's FLOPs. With --shard none all ranks that hold a matrix orthogonalize it.
+// FLOPs of one update by Muon on all ranks. With --shard none all ranks that hold a matrix orthogonalize it.
+static double flops_of_muon(const Settings* s) {
+    const Layout whole = {.ranks = 1, .ep = 1};
+    const int64_t dense = s->shard == SHARD_NONE ? s->ranks : 1,
+                  experts = s->shard == SHARD_NONE ? s->ranks / s->ep : 1;
+    double flops = 0;
+    for (int u = 0; u < params_units(&s->model); u++) {
+        int count;
+        NamedTensor* list = params_tensors(&s->model, &whole, u, &count);
+        for (int i = 0; i < count; i++)
+            if (list[i].muon)
+                flops += muon_flops(list[i].shape[0], list[i].shape[1]) *
+                         (double)(list[i].buffer == EXPERT_PARAMS ? experts : dense);
+        free(list);
+    }
+    return flops;
+}
+
+// Muon's share of a step's FLOPs.
 static void report_muon(const Settings* s) {
-    const double dense = s->shard == SHARD_NONE ? (double)s->ranks : 1,
-                 experts = s->shard == SHARD_NONE ? (double)(s->ranks / s->ep) : 1;
-    const double muon =
-        dense * params_muon_flops(&s->model, DENSE_PARAMS) + experts * params_muon_flops(&s->model, EXPERT_PARAMS);
+    const double muon = flops_of_muon(s);
     const double all = muon + (double)s->tokens_per_step * flops_per_token(&s->model, s->seq_len);
     printf("optimizer  Muon: %.4g FLOPs a step, %.1f %% of all\n", muon, 100 * muon / all);
     if (muon > all / 3)
         warn("--optimizer muon takes %.0f %% of a step's FLOPs; a larger --tokens-per-step%s lowers that",
-             100 * muon / all, dense > 1 ? " or --shard optimizer" : "");
+             100 * muon / all, s->ranks > 1 && s->shard == SHARD_NONE ? " or --shard optimizer" : "");
 }
 
 void report_model(const Settings* s) {
@@ -43,14 +58,13 @@ void report_model(const Settings* s) {
     free(name);
 }
 
-// A line of the table; its bytes are the result.
-static size_t report_line(const char* name, size_t bytes) {
+// A line of the table.
+static void report_line(const char* name, size_t bytes) {
     printf("  %-48s %12.3f MiB\n", name, (double)bytes / 0x1p20);
-    return bytes;
 }
 
 // The buffers of one name are one line: how many, their bytes, and bytes a token where they grow with tokens.
-static size_t report_arena(const Arena* arena, int64_t tokens) {
+static void report_arena(const Arena* arena, int64_t tokens) {
     typedef struct Line {
         const ArenaEntry* first;
         int times;
@@ -69,7 +83,7 @@ static size_t report_arena(const Arena* arena, int64_t tokens) {
     }
 
     // The purpose, and then its buffers.
-    size_t total = report_line(arena->purpose, arena_bytes(arena));
+    report_line(arena->purpose, arena_bytes(arena));
     for (const Line* l = lines; l < lines + count; l++) {
         if (l->bytes == 0) continue;
         printf("    %-36s x %-7d %12.3f MiB", l->first->name, l->times, l->bytes / 0x1p20);
@@ -77,7 +91,6 @@ static size_t report_arena(const Arena* arena, int64_t tokens) {
         printf("\n");
     }
     free(lines);
-    return total;
 }
 
 // Memory of a rank of the CUDA build without its buffers, as measured on H200: the context, kernels and cuBLASLt, and
@@ -88,17 +101,21 @@ static size_t nccl_memory(int64_t ranks) {
     return ranks > 1 ? ((size_t)700 << 20) + ((size_t)1000 << 20) * (size_t)min_i64(ranks, 8) : 0;
 }
 
-// The memory that a rank of a build takes once its context is there: the part that is estimated, then all of it.
+// Bytes that a rank takes once its context is there: the part that is estimated, then all of it.
 static size_t memory_estimated(const Settings* s, Backend build) {
     return build == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(s->ranks);
 }
+static size_t memory_planned(const Model* m, Backend build) {
+    size_t bytes = model_workspace(m) + memory_estimated(&m->settings, build);
+    for (int i = 0; i < ARENAS; i++) bytes += arena_bytes(&m->arena[i]);
+    return bytes;
+}
 
-// Bytes of a rank, from a plan that allocates no device memory.
+// The same of a plan that allocates no device memory.
 static size_t memory_needed(const Settings* s, int rank, Backend build) {
     Model m;
     model_plan(&m, s, rank, build);
-    size_t bytes = model_workspace(&m) + memory_estimated(s, build);
-    for (int i = 0; i < ARENAS; i++) bytes += arena_bytes(&m.arena[i]);
+    const size_t bytes = memory_planned(&m, build);
     model_plan_free(&m);
     return bytes;
 }
@@ -170,14 +187,11 @@ static double checkpoint_bytes(const Model* m) {
     const double weight = (double)st_dtype_bytes(CHECKPOINT_DTYPE), moment = s->moments ? 2 : weight;
     double bytes = 0;
     for (int u = 0; u < params_units(&m->config); u++) {
-        Param list[PARAMS];
-        const int count = params_list(list, &m->config, m->units[u].kind);
-        for (int i = 0; i < count; i++) {
-            const Param* p = &list[i];
-            const int64_t copies = param_buffer(p->id) == EXPERT_PARAMS ? m->config.E : 1;
-            const int moments = s->optimizer == MUON && p->by == MUON ? 1 : 2;
-            bytes += (double)(copies * p->rows * p->columns) * (weight + moments * moment);
-        }
+        int count;
+        NamedTensor* list = params_tensors(&m->config, &m->layout, u, &count);
+        for (int i = 0; i < count; i++)
+            bytes += (double)list[i].count * (weight + (s->optimizer == MUON && list[i].muon ? 1 : 2) * moment);
+        free(list);
     }
     return bytes;
 }
@@ -187,15 +201,13 @@ static const char* const names[] = {"CPU", "CUDA"};  // by Backend
 // The memory of a rank, item by item.
 static void report_items(const Model* m, Backend build) {
     const int64_t ranks = m->settings.ranks;
-    size_t total = 0;
+    const size_t total = memory_planned(m, build) + (build == BACKEND_CUDA ? CUDA_CONTEXT : 0);
     printf("\nmemory of each of %ld rank%s, %s build (weights and activations in %s), %ld tokens a micro-step\n", ranks,
            ranks == 1 ? "" : "s", names[build], build == BACKEND_CPU ? "float32" : "bf16", m->shapes.N);
-    for (int i = 0; i < ARENAS; i++) total += report_arena(&m->arena[i], m->shapes.N);
-    total +=
-        report_line(build == BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)", model_workspace(m));
-    if (build == BACKEND_CUDA)
-        total += report_line("CUDA context and libraries (estimated)", CUDA_CONTEXT + CUDA_LIBRARIES);
-    if (build == BACKEND_CUDA && ranks > 1) total += report_line("NCCL connections (estimated)", nccl_memory(ranks));
+    for (int i = 0; i < ARENAS; i++) report_arena(&m->arena[i], m->shapes.N);
+    report_line(build == BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)", model_workspace(m));
+    if (build == BACKEND_CUDA) report_line("CUDA context and libraries (estimated)", CUDA_CONTEXT + CUDA_LIBRARIES);
+    if (build == BACKEND_CUDA && ranks > 1) report_line("NCCL connections (estimated)", nccl_memory(ranks));
     printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, (double)total / 0x1p30);
 }
 
@@ -208,10 +220,10 @@ void report_dry_run(const Settings* s, int running) {
         available = given > CUDA_CONTEXT ? given - CUDA_CONTEXT : 1;
     else if (BACKEND == BACKEND_CUDA || s->ranks == running)
         available = device_free_memory(ranks_here());
-    const size_t needed = memory_needed(s, 0, build);
-    const bool fits = !available || needed <= available;
     Model m;
     model_plan(&m, s, 0, build);
+    const size_t needed = memory_planned(&m, build);
+    const bool fits = !available || needed <= available;
 
     // On one screen: memory, model, checkpoints.
     const size_t context[2] = {0, CUDA_CONTEXT};
