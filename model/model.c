@@ -9,7 +9,6 @@
 #include "layers/embedding.h"
 #include "layers/matmul.h"
 #include "layers/rmsnorm.h"
-#include "model/update_muon.h"
 #include "mx/mx_check.h"
 #include "parallel/slices.h"
 
@@ -172,7 +171,7 @@ static void plan_params(Model* m) {
     free(buffers);
     // MXFP8 copies of the weights, and the optimizer's workspace.
     for (int u = 0; u < units; u++) plan_weights(m, &m->units[u]);
-    if (m->layout.muon && !m->layout.frozen) model_plan_muon(m, params);
+    if (m->layout.muon && !m->layout.frozen) muon_plan(&m->muon, m->units, &m->config, m->layout.ranks, params);
 }
 
 // Activations kept by each block. With --recompute block only the residual is a block's own; the rest is shared.

@@ -1,3 +1,4 @@
+// Output of a run: its start, then the results of each step.
 #include "model/report.h"
 
 #include <math.h>
