@@ -23,6 +23,7 @@
 #include "device/threads.h"
 #include "device/version.h"
 #include "model/agree.h"
+#include "model/memory.h"
 #include "model/model.h"
 #include "model/persist.h"
 #include "model/record.h"
@@ -394,7 +395,7 @@ int main(int argc, char** argv) {
 
         // Where. Memory that does not suffice and a folder that cannot be used end the run before it takes anything.
         device_choose(ranks_local());
-        check_memory(s, ranks_index(r.world));
+        memory_check(s, ranks_index(r.world));
         if (ranks_index(r.world) == 0 && *s->out) r.folder = folder_open(s->out, s->resume != 0);
         if (!*s->out) printf("run        no --out: no log and no checkpoint will be kept\n");
         ranks_barrier(r.world);  // no rank allocates before all have read the free memory
@@ -406,7 +407,7 @@ int main(int argc, char** argv) {
     } else if (asks) {
         if (!s->help) puts(version_text());
     } else if (s->dry_run) {
-        report_dry_run(s, ranks_count(r.world));
+        memory_report(s, ranks_count(r.world));
     } else {
         use_model(r.world, s);
     }

@@ -1,4 +1,4 @@
-// Every rank gathers what all ranks have and compares it with rank 0's, so all end for the same reason.
+// Every rank compares what it has with rank 0's. All end for the reason of the first rank that differs.
 #include "model/agree.h"
 
 #include <stdlib.h>
@@ -7,15 +7,9 @@
 
 #include "device/check.h"
 #include "device/files.h"
+#include "parallel/slices.h"
 
 static const size_t PROGRAM_LIMIT = (size_t)4 << 30;  // bytes
-
-// Every rank's `bytes`, in fresh memory.
-static char* gather(Ranks* world, const void* mine, size_t bytes) {
-    char* all = (char*)host_alloc((size_t)ranks_count(world) * bytes);
-    ranks_all_gather(world, all, mine, bytes);
-    return all;
-}
 
 // CRC-32 of the program's own file.
 static uint32_t program_crc(void) {
@@ -26,9 +20,9 @@ static uint32_t program_crc(void) {
     return crc;
 }
 
-// One option after the other as "name value\n".
-static char* option_list(const Settings* s) {
-    char* list = host_format("help %ld\nversion %ld\n", s->help, s->version);  // first: the others follow from them
+// The build, then one option after the other as "name value", a line each.
+static char* describe(const Settings* s) {
+    char* list = host_format("%08x\nhelp %ld\nversion %ld\n", program_crc(), s->help, s->version);
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         // Paths of data may differ between machines. agree_on_data compares the shards and questions themselves.
@@ -40,47 +34,42 @@ static char* option_list(const Settings* s) {
     return list;
 }
 
-// Ends the run. Both lists have the same order, so the line of the first difference names the option.
-static NORETURN void options_differ(int rank, const char* first, const char* other) {
+// The first line in which a rank's list differs from rank 0's, as a message in fresh memory; NULL: none. The lists have
+// the same order.
+static char* difference(int rank, const char* list, const char* first) {
     size_t at = 0;
-    while (first[at] == other[at]) at++;
+    if (strcmp(list, first) == 0) return NULL;
+    while (first[at] == list[at]) at++;
     while (at > 0 && first[at - 1] != '\n') at--;
-    die(EXIT_USAGE, "rank %d runs with --%.*s, rank 0 with --%.*s: give all ranks the same options", rank,
-        (int)strcspn(other + at, "\n"), other + at, (int)strcspn(first + at, "\n"), first + at);
+    const int length = (int)strcspn(list + at, "\n"), first_length = (int)strcspn(first + at, "\n");
+    return host_format(at ? "rank %d runs with --%.*s, rank 0 with --%.*s: give all ranks the same options"
+                          : "rank %d runs another build of the program than rank 0 (CRC-32 %.*s, not %.*s)",
+                       rank, length, list + at, first_length, first + at);
 }
 
 void agree_on_settings(Ranks* world, const Settings* s) {
-    int R = ranks_count(world);
-    if (R == 1) return;
-
-    // The same build.
-    uint32_t crc = program_crc(), *crcs = (uint32_t*)gather(world, &crc, sizeof(crc));
-    for (int r = 1; r < R; r++)
-        if (crcs[r] != crcs[0])
-            die(EXIT_USAGE, "rank %d runs another build of the program than rank 0 (CRC-32 %08x, not %08x)", r, crcs[r],
-                crcs[0]);
-    free(crcs);
-
-    // The same options. Lists may differ in length, so all are padded to the longest.
-    char* list = option_list(s);
-    size_t length = strlen(list) + 1, *lengths = (size_t*)gather(world, &length, sizeof(length)), longest = 0;
-    for (int r = 0; r < R; r++) longest = max_size(longest, lengths[r]);
-    char* padded = (char*)host_alloc(longest);
-    memcpy(padded, list, length);
-    char* lists = gather(world, padded, longest);
-    for (int r = 1; r < R; r++)
-        if (strcmp(lists + (size_t)r * longest, lists) != 0) options_differ(r, lists, lists + (size_t)r * longest);
-    free(lists);
-    free(padded);
-    free(lengths);
+    if (ranks_count(world) == 1) return;
+    // Rank 0's list, then the reason.
+    char* list = describe(s);
+    size_t bytes = strlen(list) + 1;
+    ranks_broadcast(world, &bytes, sizeof(bytes), 0);
+    char* first = (char*)host_alloc(bytes);
+    if (ranks_index(world) == 0) memcpy(first, list, bytes);
+    ranks_broadcast(world, first, bytes, 0);
+    char* reason = ranks_reason(world, difference(ranks_index(world), list, first));
+    if (reason) die(EXIT_USAGE, "%s", reason);
+    free(first);
     free(list);
 }
 
 void agree_on_data(Ranks* world, const char* option, uint32_t hash) {
     // All ranks call this in the same order, also those without the option.
-    uint32_t* hashes = (uint32_t*)gather(world, &hash, sizeof(hash));
-    for (int r = 1; r < ranks_count(world); r++)
-        if (hashes[r] != hashes[0])
-            die(EXIT_USAGE, "%s: rank %d sees other files than rank 0 (names, sizes or contents differ)", option, r);
-    free(hashes);
+    uint32_t first = hash;
+    ranks_broadcast(world, &first, sizeof(first), 0);
+    char* why = NULL;
+    if (hash != first)
+        why = host_format("%s: rank %d sees other files than rank 0 (names, sizes or contents differ)", option,
+                          ranks_index(world));
+    char* reason = ranks_reason(world, why);
+    if (reason) die(EXIT_USAGE, "%s", reason);
 }

@@ -150,21 +150,21 @@ static Json* read_json(const char* folder, const char* name, size_t limit, char*
 }
 
 // The file being read, and the beginning of its error messages.
-typedef struct Reader {
+typedef struct ConfigFile {
     const Json* json;
     char* where;  // "--init FOLDER/config.json"
-} Reader;
+} ConfigFile;
 
 // Ends the run with the file, the key and the reason.
-static NORETURN void refuse(const Reader* r, const char* key, const char* what) {
-    die(EXIT_USAGE, "%s: \"%s\" %s", r->where, key, what);
+static NORETURN void refuse(const ConfigFile* file, const char* key, const char* what) {
+    die(EXIT_USAGE, "%s: \"%s\" %s", file->where, key, what);
 }
 
 // JSON does not say which of two members of one name counts.
-static void check_names(const Reader* r, const Json* object) {
+static void check_names(const ConfigFile* file, const Json* object) {
     for (const Json* found = object->child; found; found = found->next) {
-        if (found->key && json_get(object, found->key) != found) refuse(r, found->key, "is there twice");
-        check_names(r, found);
+        if (found->key && json_get(object, found->key) != found) refuse(file, found->key, "is there twice");
+        check_names(file, found);
     }
 }
 
@@ -175,16 +175,16 @@ static const Json* member(const Json* object, const char* key) {
 }
 
 // A text that the file may lack. Another type ends the run.
-static const char* text_or_null(const Reader* r, const Json* object, const char* key) {
+static const char* text_or_null(const ConfigFile* file, const Json* object, const char* key) {
     const Json* found = member(object, key);
-    if (found && found->type != JSON_STRING) refuse(r, key, "is no string");
+    if (found && found->type != JSON_STRING) refuse(file, key, "is no string");
     return found ? found->text : NULL;
 }
 
 // A number, or `absent` where the file lacks it. Another type ends the run.
-static double number_or(const Reader* r, const Json* object, const char* key, double absent) {
+static double number_or(const ConfigFile* file, const Json* object, const char* key, double absent) {
     const Json* found = member(object, key);
-    if (found && found->type != JSON_NUMBER) refuse(r, key, "is no number");
+    if (found && found->type != JSON_NUMBER) refuse(file, key, "is no number");
     return found ? found->number : absent;
 }
 
@@ -204,81 +204,84 @@ static int says(const Json* found, const char* text) {
 
 // YaRN, whose two mscale cancel in the rotation and leave their square on the softmax. Which key counts is as
 // transformers has it.
-static void read_rope(const Reader* r, ModelConfig* c) {
-    const Json *older = member(r->json, "rope_scaling"), *scaling = older ? older : member(r->json, "rope_parameters");
+static void read_rope(const ConfigFile* file, ModelConfig* c) {
+    const Json *older = member(file->json, "rope_scaling"),
+               *scaling = older ? older : member(file->json, "rope_parameters");
     if (scaling && scaling->type != JSON_OBJECT)
-        refuse(r, older ? "rope_scaling" : "rope_parameters", "is neither an object nor null");
-    c->rope_theta = number_or(r, scaling, "rope_theta", number_or(r, r->json, "rope_theta", 10000));
+        refuse(file, older ? "rope_scaling" : "rope_parameters", "is neither an object nor null");
+    c->rope_theta = number_or(file, scaling, "rope_theta", number_or(file, file->json, "rope_theta", 10000));
     // Values that --yarn 0 ignores, but that are in their ranges.
     c->yarn_factor = 40;
     c->yarn_mscale = 1;
     c->yarn_original_len = 4096;
-    const char *type = text_or_null(r, scaling, "rope_type"), *kind = type ? type : text_or_null(r, scaling, "type");
+    const char *type = text_or_null(file, scaling, "rope_type"),
+               *kind = type ? type : text_or_null(file, scaling, "type");
     if (!kind || strcmp(kind, "default") == 0) return;
 
     // YaRN. Constants that are fixed here are refused with any other value.
-    if (strcmp(kind, "yarn") != 0) refuse(r, "rope_scaling", "is of a type that is not known here: yarn is");
+    if (strcmp(kind, "yarn") != 0) refuse(file, "rope_scaling", "is of a type that is not known here: yarn is");
     c->yarn = 1;
-    c->yarn_factor = number_or(r, scaling, "factor", 0);
-    c->yarn_mscale = number_or(r, scaling, "mscale_all_dim", 0);
+    c->yarn_factor = number_or(file, scaling, "factor", 0);
+    c->yarn_mscale = number_or(file, scaling, "mscale_all_dim", 0);
     c->yarn_original_len = json_int(scaling, "original_max_position_embeddings", 0);
     if (c->yarn_factor < 1 || c->yarn_original_len < 1 || c->yarn_mscale <= 0 ||
-        number_or(r, scaling, "original_max_position_embeddings", 0) != (double)c->yarn_original_len ||
-        number_or(r, scaling, "mscale", 0) != c->yarn_mscale || number_or(r, scaling, "beta_fast", 32) != 32 ||
-        number_or(r, scaling, "beta_slow", 1) != 1 || member(scaling, "attention_factor"))
-        refuse(r, "rope_scaling",
+        number_or(file, scaling, "original_max_position_embeddings", 0) != (double)c->yarn_original_len ||
+        number_or(file, scaling, "mscale", 0) != c->yarn_mscale || number_or(file, scaling, "beta_fast", 32) != 32 ||
+        number_or(file, scaling, "beta_slow", 1) != 1 || member(scaling, "attention_factor"))
+        refuse(file, "rope_scaling",
                "must have factor, original_max_position_embeddings, mscale = mscale_all_dim, beta_fast "
                "32 and beta_slow 1");
 }
 
 // How tokens select experts. `own`: the type is train_moe, where both scores may have a selection bias. Where all
 // blocks are dense, MTP modules alone may have one.
-static void read_routing(const Reader* r, ModelConfig* c, int v3, int own) {
-    const char *scoring = text_or_null(r, r->json, "scoring_func"), *method = text_or_null(r, r->json, "topk_method");
+static void read_routing(const ConfigFile* file, ModelConfig* c, int v3, int own) {
+    const char *scoring = text_or_null(file, file->json, "scoring_func"),
+               *method = text_or_null(file, file->json, "topk_method");
     // The score and the method of selection must be those of the model type.
     if (scoring && strcmp(scoring, v3 ? "sigmoid" : "softmax") != 0)
-        refuse(r, "scoring_func", v3 ? "is not sigmoid" : "is not softmax");
+        refuse(file, "scoring_func", v3 ? "is not sigmoid" : "is not softmax");
     const bool limited = method && strcmp(method, "group_limited_greedy") == 0;
     const bool biased = method && strcmp(method, "noaux_tc") == 0;
-    if (v3 && method && !biased) refuse(r, "topk_method", "is not noaux_tc");
+    if (v3 && method && !biased) refuse(file, "topk_method", "is not noaux_tc");
     if (!v3 && method && !limited && strcmp(method, "greedy") != 0 && !(biased && (own || c->dense_layers == c->L)))
-        refuse(r, "topk_method", "is neither group_limited_greedy nor greedy");
+        refuse(file, "topk_method", "is neither group_limited_greedy nor greedy");
     // Groups of experts. Plain greedy selection has one group.
     c->selection_bias = v3 || biased;
     if (!v3 && !limited && !biased)
         c->groups = c->top_groups = 1;
-    else if (!member(r->json, "n_group") || !member(r->json, "topk_group"))
-        refuse(r, member(r->json, "n_group") ? "topk_group" : "n_group", "is missing");
+    else if (!member(file->json, "n_group") || !member(file->json, "topk_group"))
+        refuse(file, member(file->json, "n_group") ? "topk_group" : "n_group", "is missing");
     c->score = v3 ? SCORE_SIGMOID : SCORE_SOFTMAX;
 
     // transformers' DeepSeek-V2 never normalises; the authors' own code obeys the key, and no published model sets it.
-    const Json* norm = json_get(r->json, "norm_topk_prob");
-    if (norm && norm->type != JSON_BOOL) refuse(r, "norm_topk_prob", "is neither true nor false");
+    const Json* norm = json_get(file->json, "norm_topk_prob");
+    if (norm && norm->type != JSON_BOOL) refuse(file, "norm_topk_prob", "is neither true nor false");
     c->route_norm = norm ? norm->number != 0 : v3;
-    const Json* scale = json_get(r->json, "routed_scaling_factor");
-    if (scale && scale->type != JSON_NUMBER) refuse(r, "routed_scaling_factor", "is no number");
+    const Json* scale = json_get(file->json, "routed_scaling_factor");
+    if (scale && scale->type != JSON_NUMBER) refuse(file, "routed_scaling_factor", "is no number");
     c->route_scale = scale ? scale->number : v3 ? 2.5 : 1;
 }
 
 // Weights in fp8 have a scale for each 128 x 128 of them.
-static void check_quantization(const Reader* r) {
-    const Json* q = member(r->json, "quantization_config");
+static void check_quantization(const ConfigFile* file) {
+    const Json* q = member(file->json, "quantization_config");
     if (!q) return;
     const char* method = json_text(q, "quant_method");
     const Json *size = member(q, "weight_block_size"), *first = size ? size->child : NULL;
     if (!method || strcmp(method, "fp8") != 0 || !first || !first->next || first->integer != 128 ||
         first->next->integer != 128)
-        refuse(r, "quantization_config", "must be fp8 with weight_block_size [128, 128]");
+        refuse(file, "quantization_config", "must be fp8 with weight_block_size [128, 128]");
 }
 
 ModelConfig hub_read_config(const char* option, const char* folder) {
-    Reader r = {.where = host_format("--%s %s/config.json", option, folder)};
+    ConfigFile file = {.where = host_format("--%s %s/config.json", option, folder)};
     char error[256];
     // The file. No name may occur twice in an object.
     Json* json = read_json(folder, "config.json", CONFIG_LIMIT, error, sizeof(error));
-    if (!json) die(EXIT_USAGE, "%s: %s", r.where, error);
-    r.json = json;
-    check_names(&r, json);
+    if (!json) die(EXIT_USAGE, "%s: %s", file.where, error);
+    file.json = json;
+    check_names(&file, json);
 
     // Which model it is.
     const Json *type = member(json, "model_type"), *list = member(json, "architectures");
@@ -288,35 +291,35 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     const int v3 = own ? is(member(json, "scoring_func"), "sigmoid")
                        : is(known ? type : name, known ? "deepseek_v3" : "DeepseekV3ForCausalLM");
     if (!own && !v2 && !v3)
-        refuse(&r, "model_type",
+        refuse(&file, "model_type",
                "is neither deepseek_v3 nor deepseek_v2, and \"architectures\" begins with no class of theirs");
 
     // Sizes.
     ModelConfig c = {.L = 0};
     for (int i = 0; i < SIZES; i++) {
         const Json* found = member(json, sizes[i].key);
-        if (!found && sizes[i].absent < 0) refuse(&r, sizes[i].key, "is missing");
+        if (!found && sizes[i].absent < 0) refuse(&file, sizes[i].key, "is missing");
         const int64_t value = found ? found->integer : sizes[i].absent;
         if (found && (found->type != JSON_NUMBER || value < 0 || value > 1 << 24 || (double)value != found->number))
-            refuse(&r, sizes[i].key, "is no size");
+            refuse(&file, sizes[i].key, "is no size");
         *(int64_t*)((char*)&c + sizes[i].field) = value;
     }
-    if (number_or(&r, json, "num_key_value_heads", (double)c.H) != (double)c.H)
-        refuse(&r, "num_key_value_heads", "is not num_attention_heads");
+    if (number_or(&file, json, "num_key_value_heads", (double)c.H) != (double)c.H)
+        refuse(&file, "num_key_value_heads", "is not num_attention_heads");
 
     // Properties of every model.
     for (int i = 0; i < ALWAYS; i++) {
         const Json* found = member(json, always[i].key);
         if (!found || says(found, always[i].value)) continue;
-        die(EXIT_USAGE, "%s: \"%s\" must be %s here", r.where, always[i].key, always[i].value);
+        die(EXIT_USAGE, "%s: \"%s\" must be %s here", file.where, always[i].key, always[i].value);
     }
 
-    c.norm_eps = number_or(&r, json, "rms_norm_eps", 1e-6);
-    read_routing(&r, &c, v3, own);
-    read_rope(&r, &c);
-    check_quantization(&r);
+    c.norm_eps = number_or(&file, json, "rms_norm_eps", 1e-6);
+    read_routing(&file, &c, v3, own);
+    read_rope(&file, &c);
+    check_quantization(&file);
     json_free(json);
-    free(r.where);
+    free(file.where);
     return c;
 }
 

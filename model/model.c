@@ -9,10 +9,10 @@
 #include "layers/embedding.h"
 #include "layers/matmul.h"
 #include "layers/rmsnorm.h"
-#include "model/update_muon.h"
 #include "linear/packed.h"
 #include "model/windows.h"
 #include "mx/formats.h"
+#include "parallel/slices.h"
 
 // The format of a precision; NULL: floatX. Bytes that no GEMM reads have the exact format's blocks of 32.
 static const Format* format_of(int64_t precision, const Settings* s) {
@@ -43,19 +43,11 @@ void model_shapes(Model* m, int k) {
     const AttnShape attn = {B, T, c->H, c->nope, c->rope, c->v, c->kv_lora + c->rope, (float)config_softmax_scale(c)};
     m->shapes.attention = attn;
 
-    // Router.
-    RouterShape* router = &m->shapes.moe.router;
-    router->N = N;
-    router->T = T;
-    router->C = c->C;
-    router->E = (int32_t)c->E;
-    router->K = (int32_t)c->K;
-    router->groups = (int32_t)c->groups;
-    router->top_groups = (int32_t)c->top_groups;
-    router->score = (int32_t)c->score;
-    router->norm = (int32_t)c->route_norm;
-    router->scale = (float)c->route_scale;
-    router->force_balance = (int32_t)s->force_balance;
+    // Router, in the order of its struct, which kernels take.
+    const int32_t E = (int32_t)c->E, K = (int32_t)c->K, groups = (int32_t)c->groups, top = (int32_t)c->top_groups;
+    const int32_t score = (int32_t)c->score, norm = (int32_t)c->route_norm, forced = (int32_t)s->force_balance;
+    const RouterShape router = {N, T, c->C, E, K, groups, top, score, norm, (float)c->route_scale, forced};
+    m->shapes.moe.router = router;
 
     // Experts, and the formats of their tensors.
     MoeShape* moe = &m->shapes.moe;
@@ -105,66 +97,66 @@ static void set_weights(Unit* u) {
 }
 
 // The activations of a block, all but its input.
-static void plan_block(Arena* a, BlockSaved* s, const Model* m, int dense_mlp) {
+static void plan_block(Arena* a, BlockSaved* block, const Model* m, int dense_mlp) {
     const ModelConfig* c = &m->config;
     int64_t N = m->shapes.N;
-    ARENA(a, "norm before attention", ELEMENT_X, N * c->C, 1, &s->norm1);
+    ARENA(a, "norm before attention", ELEMENT_X, N * c->C, 1, &block->norm1);
     // Queries, then keys and values.
     if (c->q_lora) {
-        ARENA(a, "query latent", ELEMENT_X, N * c->q_lora, 1, &s->cq);
-        ARENA(a, "query latent, normalised", ELEMENT_X, N * c->q_lora, 1, &s->cq_norm);
-        ARENA(a, "rstd", ELEMENT_REAL, N, 1, &s->rstd_q);
+        ARENA(a, "query latent", ELEMENT_X, N * c->q_lora, 1, &block->cq);
+        ARENA(a, "query latent, normalised", ELEMENT_X, N * c->q_lora, 1, &block->cq_norm);
+        ARENA(a, "rstd", ELEMENT_REAL, N, 1, &block->rstd_q);
     }
-    ARENA(a, "queries", ELEMENT_X, N * c->H * (c->nope + c->rope), 1, &s->q);
-    ARENA(a, "key-value latent and k_rope", ELEMENT_X, N * (c->kv_lora + c->rope), 1, &s->kva);
-    ARENA(a, "key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, &s->ckv);
-    ARENA(a, "keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, &s->kv);
-    ARENA(a, "attention output", ELEMENT_X, N * c->H * c->v, 1, &s->att);
-    ARENA(a, "attention log-sum-exp", ELEMENT_REAL, N * c->H, 1, &s->lse);
+    ARENA(a, "queries", ELEMENT_X, N * c->H * (c->nope + c->rope), 1, &block->q);
+    ARENA(a, "key-value latent and k_rope", ELEMENT_X, N * (c->kv_lora + c->rope), 1, &block->kva);
+    ARENA(a, "key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, &block->ckv);
+    ARENA(a, "keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, &block->kv);
+    ARENA(a, "attention output", ELEMENT_X, N * c->H * c->v, 1, &block->att);
+    ARENA(a, "attention log-sum-exp", ELEMENT_REAL, N * c->H, 1, &block->lse);
     // The MLP's input. A MoE block keeps its other activations in the pool.
-    ARENA(a, "residual before MLP", ELEMENT_X, N * c->C, 1, &s->residual2);
-    ARENA(a, "norm before MLP", ELEMENT_X, N * c->C, 1, &s->norm2);
+    ARENA(a, "residual before MLP", ELEMENT_X, N * c->C, 1, &block->residual2);
+    ARENA(a, "norm before MLP", ELEMENT_X, N * c->C, 1, &block->norm2);
     // 1 / RMS of each token, for the backward of the norms.
-    ARENA(a, "rstd", ELEMENT_REAL, N, 1, &s->rstd1);
-    ARENA(a, "rstd", ELEMENT_REAL, N, 1, &s->rstd2);
-    ARENA(a, "rstd", ELEMENT_REAL, N, 1, &s->rstd_kv);
-    if (dense_mlp) ARENA(a, "dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, &s->h);
+    ARENA(a, "rstd", ELEMENT_REAL, N, 1, &block->rstd1);
+    ARENA(a, "rstd", ELEMENT_REAL, N, 1, &block->rstd2);
+    ARENA(a, "rstd", ELEMENT_REAL, N, 1, &block->rstd_kv);
+    if (dense_mlp) ARENA(a, "dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, &block->h);
 }
 
 // Buffers of one block at a time. Only `out`, `dx` and `dembed` carry values to the next.
 static void plan_scratch(Arena* a, Model* m) {
     const ModelConfig* c = &m->config;
-    Workspace* t = &m->t;
+    Workspace* work = &m->t;
     int64_t N = m->shapes.N;
     // Residual stream and dense MLP.
-    ARENA(a, "block output", ELEMENT_X, N * c->C, 1, &t->out);
-    ARENA(a, "d residual stream", ELEMENT_X, N * c->C, 1, &t->dx);
-    ARENA(a, "d norm", ELEMENT_X, N * c->C, 1, &t->dnorm);
+    ARENA(a, "block output", ELEMENT_X, N * c->C, 1, &work->out);
+    ARENA(a, "d residual stream", ELEMENT_X, N * c->C, 1, &work->dx);
+    ARENA(a, "d norm", ELEMENT_X, N * c->C, 1, &work->dnorm);
     if (c->dense_layers) {
-        ARENA(a, "dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, &t->act);
-        ARENA(a, "d dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, &t->dact);
-        ARENA(a, "d dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, &t->dh);
+        ARENA(a, "dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, &work->act);
+        ARENA(a, "d dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, &work->dact);
+        ARENA(a, "d dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, &work->dh);
     }
     // Attention.
     if (c->q_lora) {
-        ARENA(a, "d query latent", ELEMENT_X, N * c->q_lora, 1, &t->dcq);
-        ARENA(a, "d query latent, normalised", ELEMENT_X, N * c->q_lora, 1, &t->dcq_norm);
+        ARENA(a, "d query latent", ELEMENT_X, N * c->q_lora, 1, &work->dcq);
+        ARENA(a, "d query latent, normalised", ELEMENT_X, N * c->q_lora, 1, &work->dcq_norm);
     }
-    ARENA(a, "d queries", ELEMENT_X, N * c->H * (c->nope + c->rope), 1, &t->dq);
-    ARENA(a, "d key-value latent and k_rope", ELEMENT_X, N * (c->kv_lora + c->rope), 1, &t->dkva);
-    ARENA(a, "d key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, &t->dckv);
-    ARENA(a, "d keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, &t->dkv);
-    ARENA(a, "d attention output", ELEMENT_X, N * c->H * c->v, 1, &t->datt);
+    ARENA(a, "d queries", ELEMENT_X, N * c->H * (c->nope + c->rope), 1, &work->dq);
+    ARENA(a, "d key-value latent and k_rope", ELEMENT_X, N * (c->kv_lora + c->rope), 1, &work->dkva);
+    ARENA(a, "d key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, &work->dckv);
+    ARENA(a, "d keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, &work->dkv);
+    ARENA(a, "d attention output", ELEMENT_X, N * c->H * c->v, 1, &work->datt);
     // MTP modules, and the classifier.
     if (c->mtp) {
-        ARENA(a, "module's input", ELEMENT_X, N * 2 * c->C, 1, &t->joined);
-        ARENA(a, "d module's input", ELEMENT_X, N * 2 * c->C, 1, &t->djoined);
-        ARENA(a, "d embeddings of modules", ELEMENT_X, N * c->C, 1, &t->dembed);
-        ARENA(a, "rstd", ELEMENT_REAL, N, 1, &t->rstd_embed);
-        ARENA(a, "rstd", ELEMENT_REAL, N, 1, &t->rstd_in);
+        ARENA(a, "module's input", ELEMENT_X, N * 2 * c->C, 1, &work->joined);
+        ARENA(a, "d module's input", ELEMENT_X, N * 2 * c->C, 1, &work->djoined);
+        ARENA(a, "d embeddings of modules", ELEMENT_X, N * c->C, 1, &work->dembed);
+        ARENA(a, "rstd", ELEMENT_REAL, N, 1, &work->rstd_embed);
+        ARENA(a, "rstd", ELEMENT_REAL, N, 1, &work->rstd_in);
     }
-    ARENA(a, "logits of a chunk", ELEMENT_X, m->t.chunk * config_vocab_padded(c), 0, &t->logits);
-    ARENA(a, "logits of a token", ELEMENT_REAL, c->V, 0, &t->logits_row);
+    ARENA(a, "logits of a chunk", ELEMENT_X, work->chunk * config_vocab_padded(c), 0, &work->logits);
+    ARENA(a, "logits of a token", ELEMENT_REAL, c->V, 0, &work->logits_row);
 }
 
 // Parameters, sharded over the ranks, and their quantized copies.
@@ -188,7 +180,7 @@ static void plan_params(Model* m) {
     free(buffers);
     // MXFP8 copies of the weights, and the optimizer's workspace.
     for (int u = 0; u < units; u++) plan_weights(m, &m->units[u]);
-    if (m->layout.muon && !m->layout.frozen) model_plan_muon(m, params);
+    if (m->layout.muon && !m->layout.frozen) muon_plan(&m->muon, m->units, &m->config, m->layout.ranks, params);
 }
 
 // Activations kept by each block. With --recompute block only the residual is a block's own; the rest is shared.
@@ -247,7 +239,8 @@ static void plan_state(Model* m) {
     const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
     if (bins) ARENA(state, "router margins", ELEMENT_I64, bins, 0, &m->step.margins);
     const int64_t tensors = s->mx_stats ? count * BLOCK_STATS : 0;
-    ARENA(state, "quantization statistics", ELEMENT_BYTE, tensors * (int64_t)sizeof(QuantizationStats), 0, &m->step.mx_stats);
+    ARENA(state, "quantization statistics", ELEMENT_BYTE, tensors * (int64_t)sizeof(QuantizationStats), 0,
+          &m->step.mx_stats);
     // Structs that kernels read and write. Validation has a state of its own.
     ARENA(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, &m->step.state);
     ARENA(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, &m->val_state);

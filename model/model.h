@@ -32,7 +32,7 @@
 #include "layers/attention.h"
 #include "layers/muon.h"
 #include "layers/step.h"
-#include "model/params.h"
+#include "model/muon_groups.h"
 #include "moe/moe.h"
 
 // Activations of a block that backward needs; N = B T tokens. With activation checkpointing (--recompute block) each
@@ -103,22 +103,6 @@ typedef struct Step {
     int late;           // 1: the MTP loss weight is already --mtp-weight-end
     float mtp_weight;   // weight of the loss of each MTP module
 } Step;
-
-// Matrices of one shape that Muon takes together: those of a parameter in units first .. first + units - 1.
-typedef struct MuonGroup {
-    ParamId id;
-    int first, units;
-    int64_t count, rows, columns;  // matrices of all its units
-    int64_t at_once;               // that are orthogonalized in one call
-} MuonGroup;
-
-// Muon's groups and buffers (model/update_muon.c).
-typedef struct MuonMemory {
-    MuonGroup* groups;  // NULL without Muon
-    int group_count;
-    int64_t wave_size;                 // elements of a unit that came in parts
-    floatX *x, *waves, *parts, *work;  // a group; the units of two waves; own parts of a wave; workspace
-} MuonMemory;
 
 // Captured graphs: 16 kinds of micro-steps (model/step.c), and the update.
 enum { UPDATE_GRAPH = 16, GRAPHS };

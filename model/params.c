@@ -6,7 +6,6 @@
 
 #include "device/check.h"
 #include "device/random.h"
-#include "layers/muon.h"
 
 int params_units(const ModelConfig* c) { return (int)config_blocks(c) + 2; }
 
@@ -76,7 +75,7 @@ int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
     return count;
 }
 
-Unit params_unit(const ModelConfig* c, const Layout* l, int index) {
+Unit params_unit(const ModelConfig* c, const Layout* layout, int index) {
     Unit u = {.kind = kind_of(c, index)};
     Param list[PARAMS];
     for (int i = 0; i < PARAMS; i++) u.at[i] = -1;
@@ -87,14 +86,14 @@ Unit params_unit(const ModelConfig* c, const Layout* l, int index) {
         const Param* p = &list[i];
         ParamBuffer* buffer = &u.buffer[param_buffer(p->id)];
         Weight* w = &u.w[p->id];
-        w->count = param_buffer(p->id) == EXPERT_PARAMS ? c->E / l->ep : 1;
+        w->count = param_buffer(p->id) == EXPERT_PARAMS ? c->E / layout->ep : 1;
         w->OC = p->id == EMBED || p->id == LM_HEAD ? config_vocab_padded(c) : p->rows;
         w->IC = p->columns;
         // Parameters start on multiples of 64 elements (whole 128-byte lines of bf16).
         u.at[p->id] = buffer->n;
         buffer->n += round_up(w->count * w->OC * w->IC, 64);
         if (p->start != ONE) buffer->n_decay = buffer->n;
-        if (p->by == MUON && l->muon) {
+        if (p->by == MUON && layout->muon) {
             ASSERT(buffer->n_muon == u.at[p->id]);  // a prefix
             buffer->n_muon = buffer->n;
         }
@@ -102,9 +101,10 @@ Unit params_unit(const ModelConfig* c, const Layout* l, int index) {
     // The parts of the buffers that this rank holds.
     for (int b = 0; b < BUFFERS; b++) {
         ParamBuffer* p = &u.buffer[b];
-        const int sets = b == EXPERT_PARAMS ? l->ep : 1;  // of experts, which ranks hold in turns
-        p->frozen = l->frozen;
-        if (p->n) sharding_cut(p, p->n, p->n_decay, p->n_muon, l->ranks / sets, l->rank / sets, l->shard);
+        const int sets = b == EXPERT_PARAMS ? layout->ep : 1;  // of experts, which ranks hold in turns
+        p->frozen = layout->frozen;
+        if (p->n)
+            sharding_cut(p, p->n, p->n_decay, p->n_muon, layout->ranks / sets, layout->rank / sets, layout->shard);
     }
     return u;
 }
@@ -126,80 +126,60 @@ NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int inde
             const int half = i % 2, halves = p->second ? 2 : 1;
             if (half == halves || (param_buffer(p->id) == EXPERT_PARAMS) != (e >= 0)) continue;
 
-            NamedTensor* t = &tensors[(*count)++];
-            const size_t bytes = sizeof(t->name);
-            const int prefix = u.layer < 0 ? 0 : snprintf(t->name, bytes, "model.layers.%d.", u.layer);
-            snprintf(t->name + prefix, bytes - (size_t)prefix, half ? p->second : p->name, (int)e);
-            t->buffer = param_buffer(p->id);
-            t->rank = p->start == ONE ? 1 : 2;
-            t->shape[0] = t->rank == 1 ? p->columns : p->rows / halves;
-            t->shape[1] = p->columns;
-            t->count = p->rows / halves * p->columns;
-            t->muon = p->by == MUON;
-            t->std = p->start == ONE ? 0 : p->start == RESIDUAL ? std / residual : std;
+            NamedTensor* tensor = &tensors[(*count)++];
+            const size_t bytes = sizeof(tensor->name);
+            const int prefix = u.layer < 0 ? 0 : snprintf(tensor->name, bytes, "model.layers.%d.", u.layer);
+            snprintf(tensor->name + prefix, bytes - (size_t)prefix, half ? p->second : p->name, (int)e);
+            tensor->buffer = param_buffer(p->id);
+            tensor->rank = p->start == ONE ? 1 : 2;
+            tensor->shape[0] = tensor->rank == 1 ? p->columns : p->rows / halves;
+            tensor->shape[1] = p->columns;
+            tensor->count = p->rows / halves * p->columns;
+            tensor->muon = p->by == MUON;
+            tensor->std = p->start == ONE ? 0 : p->start == RESIDUAL ? std / residual : std;
 
             // Those of an expert of another rank have no offset.
             const int here = e < 0 || (e >= first && e < first + El);
             const int64_t before = (e < 0 ? 0 : e - first) * halves + half;  // tensors of this size
-            t->offset = here ? u.at[p->id] + before * t->count : -1;
+            tensor->offset = here ? u.at[p->id] + before * tensor->count : -1;
         }
     return tensors;
 }
 
-Slice tensor_slice(const NamedTensor* t, int64_t from, int64_t n) {
+Slice tensor_slice(const NamedTensor* tensor, int64_t from, int64_t n) {
     // The overlap of the tensor with elements from .. from + n - 1 of its buffer.
-    const int64_t begin = max_i64(t->offset, from), end = min_i64(t->offset + t->count, from + n);
-    const Slice none = {0, 0}, overlap = {begin - t->offset, end - begin};
-    return t->offset < 0 || end <= begin ? none : overlap;
+    const int64_t begin = max_i64(tensor->offset, from), end = min_i64(tensor->offset + tensor->count, from + n);
+    const Slice none = {0, 0}, overlap = {begin - tensor->offset, end - begin};
+    return tensor->offset < 0 || end <= begin ? none : overlap;
 }
 
-int64_t params_total(const ModelConfig* c) {
-    int64_t total = 0;
-    for (int unit = 0; unit < params_units(c); unit++) {
+// Elements of units first .. end - 1, of E experts or of the K of a token. only_gemms: without norms and embedding.
+static int64_t count_elements(const ModelConfig* c, int first, int end, int64_t experts, bool only_gemms) {
+    int64_t elements = 0;
+    for (int unit = first; unit < end; unit++) {
         Param list[PARAMS];
         const int count = params_list(list, c, kind_of(c, unit));
         for (int i = 0; i < count; i++)
-            total += list[i].rows * list[i].columns * (param_buffer(list[i].id) == EXPERT_PARAMS ? c->E : 1);
+            if (!only_gemms || (list[i].start != ONE && list[i].id != EMBED))
+                elements += list[i].rows * list[i].columns * (param_buffer(list[i].id) == EXPERT_PARAMS ? experts : 1);
     }
-    return total;
+    return elements;
 }
 
-int64_t params_active(const ModelConfig* c) {
-    // A token passes K of the E routed experts, of 3 F C parameters each, in each MoE block.
-    return params_total(c) - (config_blocks(c) - c->dense_layers) * 3 * c->F * c->C * (c->E - c->K);
-}
+int64_t params_total(const ModelConfig* c) { return count_elements(c, 0, params_units(c), c->E, false); }
+int64_t params_active(const ModelConfig* c) { return count_elements(c, 0, params_units(c), c->K, false); }
 
 double flops_per_token(const ModelConfig* c, int64_t T) {
-    ModelConfig main = *c;
-    main.mtp = 0;
-    // A weight takes 6 FLOPs a token: 2 in forward, 4 in backward. Norms and the embedding have no GEMM.
-    const int64_t norms = c->L * (2 * c->C + c->q_lora + c->kv_lora) + c->C;
+    const int head = (int)c->L + 1;
     // Attention is causal: a query sees T / 2 keys on average.
     const double attention = 6.0 * (double)(c->H * (c->nope + c->rope + c->v)) * (double)T / 2;
-    double flops = 6 * (double)(params_active(&main) - c->V * c->C - norms) + (double)c->L * attention;
-    if (c->mtp == 0) return flops;
-
-    // The modules are alike: their matrices, and lm_head.
-    const int64_t more = (params_active(c) - params_active(&main)) / c->mtp;
-    const double matmul = 6 * (double)(more - (5 * c->C + c->q_lora + c->kv_lora) + c->V * c->C);
-    for (int64_t k = 1; k <= c->mtp; k++) {
-        const double share = (double)(T - k) / (double)T;
-        flops += share * (matmul + share * attention);
-    }
-    return flops;
-}
-
-double params_muon_flops(const ModelConfig* c, int buffer) {
     double flops = 0;
-    for (int unit = 0; unit < params_units(c); unit++) {
-        Param list[PARAMS];
-        const int count = params_list(list, c, kind_of(c, unit));
-        for (int i = 0; i < count; i++) {
-            const Param* p = &list[i];
-            const int64_t halves = p->second ? 2 : 1, matrices = halves * (buffer == EXPERT_PARAMS ? c->E : 1);
-            if (p->by == MUON && param_buffer(p->id) == buffer)
-                flops += (double)matrices * muon_flops(p->rows / halves, p->columns);
-        }
+    for (int unit = 1; unit < params_units(c); unit++) {
+        // A weight takes 6 FLOPs a token: 2 in forward, 4 in backward. A module uses lm_head too.
+        const int k = unit > head ? unit - head : 0;
+        const double matmul = 6 * (double)(count_elements(c, unit, unit + 1, c->K, true) + (k ? c->V * c->C : 0));
+        const double share = (double)(T - k) / (double)T;
+        flops += share * (matmul + (unit == head ? 0 : share * attention));
     }
     return flops;
 }
@@ -212,15 +192,16 @@ void params_init_unit(Unit* units, int unit, const ModelConfig* c, const Layout*
     int count;
     NamedTensor* tensors = params_tensors(c, layout, unit, &count);
     for (int i = 0; i < count; i++) {
-        const NamedTensor* t = &tensors[i];
-        const ParamBuffer* p = &units[unit].buffer[t->buffer];
-        Slice mine = tensor_slice(t, p->owned_from, p->owned);
+        const NamedTensor* tensor = &tensors[i];
+        const ParamBuffer* p = &units[unit].buffer[tensor->buffer];
+        Slice mine = tensor_slice(tensor, p->owned_from, p->owned);
         // This rank's part, in chunks through host memory.
         for (int64_t first = mine.first; first < mine.first + mine.count; first += chunk) {
             const int64_t n = min_i64(mine.first + mine.count - first, chunk);
-            if (t->std > 0) random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, t->std);
-            for (int64_t j = 0; j < n; j++) host[j] = t->std > 0 ? drawn[j] : 1;
-            const int64_t at = t->offset + first - p->owned_from;
+            if (tensor->std > 0)
+                random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, tensor->std);
+            for (int64_t j = 0; j < n; j++) host[j] = tensor->std > 0 ? drawn[j] : 1;
+            const int64_t at = tensor->offset + first - p->owned_from;
             masters_upload(p->master + at, p->owned_weight + at, host, n, ctx);
         }
     }

@@ -100,9 +100,6 @@ int64_t params_active(const ModelConfig* config);
 // causal half). Module k has lm_head once more, and T - k of T positions.
 double flops_per_token(const ModelConfig* config, int64_t T);
 
-// FLOPs of one update by Muon, of the matrices in a kind of buffer (DENSE_PARAMS, EXPERT_PARAMS), of all units.
-double params_muon_flops(const ModelConfig* config, int buffer);
-
 // A unit's kind, layout and sizes; no memory.
 Unit params_unit(const ModelConfig* config, const Layout* layout, int index);
 

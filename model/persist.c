@@ -28,28 +28,28 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
     moments->tensors = (CheckpointTensor*)host_alloc((size_t)(2 * tensors + 1) * sizeof(CheckpointTensor));
 
     for (int i = 0; i < tensors; i++) {
-        const NamedTensor* t = &list[i];
-        const ParamBuffer* p = &m->units[u].buffer[t->buffer];
+        const NamedTensor* named = &list[i];
+        const ParamBuffer* p = &m->units[u].buffer[named->buffer];
         // owned: elements in this rank's memory. own: those that it writes, and no other rank does.
-        Slice owned = tensor_slice(t, p->owned_from, p->owned), own = tensor_slice(t, p->first, p->part);
+        Slice owned = tensor_slice(named, p->owned_from, p->owned), own = tensor_slice(named, p->first, p->part);
         CheckpointTensor tensor = {.dtype = CHECKPOINT_DTYPE,
-                                   .rank = t->rank,
-                                   .shape = {t->shape[0], t->rank == 2 ? t->shape[1] : 1},
+                                   .rank = named->rank,
+                                   .shape = {named->shape[0], named->rank == 2 ? named->shape[1] : 1},
                                    .first = owned.first,
                                    .count = owned.count,
                                    .save_first = own.first,
                                    .save_count = own.count};
-        int64_t at = owned.count ? t->offset + owned.first - p->owned_from : 0;
+        int64_t at = owned.count ? named->offset + owned.first - p->owned_from : 0;
         tensor.weight = p->owned_weight + at;
-        add(masters, tensor, t->name, "", p->master, at);
+        add(masters, tensor, named->name, "", p->master, at);
         tensor.weight = NULL;
         if (m->layout.bf16_moments) tensor.dtype = ST_BF16;
 
         // The moments, or the momentum. The state of another optimizer is not loaded.
-        const int by_muon = t->muon && optimizer == MUON;
-        if (t->muon && optimizer != m->settings.optimizer) tensor.count = tensor.save_count = 0;
-        add(moments, tensor, t->name, by_muon ? ".momentum_buffer" : ".exp_avg", p->m, at);
-        if (!by_muon) add(moments, tensor, t->name, ".exp_avg_sq", p->v, tensor.count ? at - muon_owned(p) : 0);
+        const int by_muon = named->muon && optimizer == MUON;
+        if (named->muon && optimizer != m->settings.optimizer) tensor.count = tensor.save_count = 0;
+        add(moments, tensor, named->name, by_muon ? ".momentum_buffer" : ".exp_avg", p->m, at);
+        if (!by_muon) add(moments, tensor, named->name, ".exp_avg_sq", p->v, tensor.count ? at - muon_owned(p) : 0);
     }
     free(list);
 

@@ -1,5 +1,4 @@
-// --dry-run plans a model as a run does, with the same tables of buffers, but allocates nothing. It prints the memory
-// that a run takes. Where that does not fit, --dry-run and check_memory try other options.
+// Output of a run: its start, then the results of each step.
 #include "model/report.h"
 
 #include <math.h>
@@ -8,8 +7,6 @@
 #include <string.h>
 
 #include "device/check.h"
-#include "parallel/checkpoint.h"
-#include "parallel/ranks.h"
 
 // 15.71e9, 1.864e6: four digits, exponents in steps of three.
 static const char* big(char text[16], double x) {
@@ -18,17 +15,32 @@ static const char* big(char text[16], double x) {
     return text;
 }
 
-// Muon's share of a step's FLOPs. With --shard none all ranks that hold a matrix orthogonalize it.
+// FLOPs of one update by Muon on all ranks. With --shard none all ranks that hold a matrix orthogonalize it.
+static double flops_of_muon(const Settings* s) {
+    const Layout whole = {.ranks = 1, .ep = 1};
+    const int64_t dense = s->shard == SHARD_NONE ? s->ranks : 1,
+                  experts = s->shard == SHARD_NONE ? s->ranks / s->ep : 1;
+    double flops = 0;
+    for (int u = 0; u < params_units(&s->model); u++) {
+        int count;
+        NamedTensor* list = params_tensors(&s->model, &whole, u, &count);
+        for (int i = 0; i < count; i++)
+            if (list[i].muon)
+                flops += muon_flops(list[i].shape[0], list[i].shape[1]) *
+                         (double)(list[i].buffer == EXPERT_PARAMS ? experts : dense);
+        free(list);
+    }
+    return flops;
+}
+
+// Muon's share of a step's FLOPs.
 static void report_muon(const Settings* s) {
-    const double dense = s->shard == SHARD_NONE ? (double)s->ranks : 1,
-                 experts = s->shard == SHARD_NONE ? (double)(s->ranks / s->ep) : 1;
-    const double muon =
-        dense * params_muon_flops(&s->model, DENSE_PARAMS) + experts * params_muon_flops(&s->model, EXPERT_PARAMS);
+    const double muon = flops_of_muon(s);
     const double all = muon + (double)s->tokens_per_step * flops_per_token(&s->model, s->seq_len);
     printf("optimizer  Muon: %.4g FLOPs a step, %.1f %% of all\n", muon, 100 * muon / all);
     if (muon > all / 3)
         warn("--optimizer muon takes %.0f %% of a step's FLOPs; a larger --tokens-per-step%s lowers that",
-             100 * muon / all, dense > 1 ? " or --shard optimizer" : "");
+             100 * muon / all, s->ranks > 1 && s->shard == SHARD_NONE ? " or --shard optimizer" : "");
 }
 
 void report_model(const Settings* s) {
@@ -41,211 +53,6 @@ void report_model(const Settings* s) {
            big(flops, flops_per_token(c, s->seq_len)), s->seq_len);
     if (s->optimizer == MUON) report_muon(s);
     free(name);
-}
-
-// A line of the table; its bytes are the result.
-static size_t report_line(const char* name, size_t bytes) {
-    printf("  %-48s %12.3f MiB\n", name, (double)bytes / 0x1p20);
-    return bytes;
-}
-
-// The buffers of one name are one line: how many, their bytes, and bytes a token where they grow with tokens.
-static size_t report_arena(const Arena* arena, int64_t tokens) {
-    typedef struct Line {
-        const ArenaEntry* first;
-        int times;
-        double bytes;
-    } Line;
-    // There are some dozens of names, however many layers.
-    Line* lines = (Line*)host_alloc((size_t)arena->count * sizeof(Line));
-    int count = 0;
-    for (int i = 0; i < arena->count; i++) {
-        const ArenaEntry* e = &arena->entries[i];
-        int k = 0;
-        while (k < count && strcmp(lines[k].first->name, e->name) != 0) k++;
-        if (k == count) lines[count++].first = e;
-        lines[k].times++;
-        lines[k].bytes += (double)e->count * (double)element_bytes(e->element, arena->backend);
-    }
-
-    // The purpose, and then its buffers.
-    size_t total = report_line(arena->purpose, arena_bytes(arena));
-    for (const Line* l = lines; l < lines + count; l++) {
-        if (l->bytes == 0) continue;
-        printf("    %-36s x %-7d %12.3f MiB", l->first->name, l->times, l->bytes / 0x1p20);
-        if (l->first->per_token) printf("  %12.1f bytes a token", l->bytes / (double)tokens);
-        printf("\n");
-    }
-    free(lines);
-    return total;
-}
-
-// Memory of a rank of the CUDA build without its buffers, as measured on H200: the context, kernels and cuBLASLt, and
-// the connections of NCCL's three communicators (2.62 GiB with 2 ranks, 4.6 with 4). For more ranks it is a guess,
-// which stays the same from 8 ranks on.
-static const size_t CUDA_CONTEXT = (size_t)512 << 20, CUDA_LIBRARIES = (size_t)32 << 20;
-static size_t nccl_memory(int64_t ranks) {
-    return ranks > 1 ? ((size_t)700 << 20) + ((size_t)1000 << 20) * (size_t)min_i64(ranks, 8) : 0;
-}
-
-// The memory that a rank of a build takes once its context is there: the part that is estimated, then all of it.
-static size_t memory_estimated(const Settings* s, Backend build) {
-    return build == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(s->ranks);
-}
-
-// Bytes of a rank, from a plan that allocates no device memory.
-static size_t memory_needed(const Settings* s, int rank, Backend build) {
-    Model m;
-    model_plan(&m, s, rank, build);
-    size_t bytes = model_workspace(&m) + memory_estimated(s, build);
-    for (int i = 0; i < ARENAS; i++) bytes += arena_bytes(&m.arena[i]);
-    model_plan_free(&m);
-    return bytes;
-}
-
-// The options in which `s` differs from `was`, as they are given, in fresh memory.
-static char* changes(const Settings* s, const Settings* was) {
-    char* list = host_strdup("");
-    for (int i = 0; i < settings_count; i++) {
-        if (option_same(&settings_table[i], s, was)) continue;
-        char* now = option_text(&settings_table[i], s);
-        host_append(&list, "%s--%s %s", *list ? " " : "", settings_table[i].name, now);
-        free(now);
-    }
-    return list;
-}
-
-// Looks for the largest batch above `least` with which `other` fits, and adds it to the list. The result is that batch,
-// `least` if none fits.
-static int64_t add_fitting(char** list, Settings other, int64_t least, const Settings* s, int rank, size_t available,
-                           Backend build) {
-    for (; other.batch > least; other.batch--) {
-        if (s->tokens_per_step % settings_micro_tokens(&other)) continue;
-        size_t bytes = memory_needed(&other, rank, build);
-        if (bytes > available) continue;
-        char* options = changes(&other, s);
-        host_append(list, "%s%s (%.2f GiB)", **list ? ", " : "; these fit: ", options, (double)bytes / 0x1p30);
-        free(options);
-        return other.batch;
-    }
-    return least;
-}
-
-// Options that would fit, as the end of a message.
-static char* what_fits(const Settings* s, int rank, size_t available, Backend build) {
-    // A smaller batch alone, then each stronger --recompute and --shard if it allows a larger one than that.
-    char* list = host_strdup("");
-    Settings other = *s;
-    int64_t least = add_fitting(&list, other, 0, s, rank, available, build),
-            last_shard = s->ranks > 1 ? SHARD_WEIGHTS : 0;
-    while (++other.recompute <= RECOMPUTE_BLOCK) add_fitting(&list, other, least, s, rank, available, build);
-    other = *s;
-    while (++other.shard <= last_shard) add_fitting(&list, other, least, s, rank, available, build);
-
-    // Nothing yet: all of it together.
-    other.recompute = RECOMPUTE_BLOCK;
-    other.shard = max_i64(s->shard, last_shard);
-    if (!*list) add_fitting(&list, other, 0, s, rank, available, build);
-    other.moments = 1;  // bf16, for all of a run
-    if (!*list && !s->resume && !*s->sample && !*s->evaluate) add_fitting(&list, other, 0, s, rank, available, build);
-    if (!*list)
-        host_append(&list,
-                    "; no --batch, --recompute or --shard makes it fit: use a smaller model, %s, or more ranks with "
-                    "--shard weights",
-                    *s->sample ? "--sample-tokens, --seq-len" : "--seq-len");
-    return list;
-}
-
-// Ends the run, with the options with which it would fit. left: "free", for example.
-static NORETURN void does_not_fit(const Settings* s, int rank, Backend build, size_t needed, size_t available,
-                                  const char* left) {
-    die(EXIT_FAILED, "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run lists all), %.2f GiB are %s%s",
-        (double)needed / 0x1p30, (double)memory_estimated(s, build) / 0x1p30, (double)available / 0x1p30, left,
-        what_fits(s, rank, available, build));
-}
-
-// Bytes of the tensors of a checkpoint: weights, and two moments, or Muon's momentum.
-static double checkpoint_bytes(const Model* m) {
-    const Settings* s = &m->settings;
-    const double weight = (double)st_dtype_bytes(CHECKPOINT_DTYPE), moment = s->moments ? 2 : weight;
-    double bytes = 0;
-    for (int u = 0; u < params_units(&m->config); u++) {
-        Param list[PARAMS];
-        const int count = params_list(list, &m->config, m->units[u].kind);
-        for (int i = 0; i < count; i++) {
-            const Param* p = &list[i];
-            const int64_t copies = param_buffer(p->id) == EXPERT_PARAMS ? m->config.E : 1;
-            const int moments = s->optimizer == MUON && p->by == MUON ? 1 : 2;
-            bytes += (double)(copies * p->rows * p->columns) * (weight + moments * moment);
-        }
-    }
-    return bytes;
-}
-
-static const char* const names[] = {"CPU", "CUDA"};  // by Backend
-
-// The memory of a rank, item by item.
-static void report_items(const Model* m, Backend build) {
-    const int64_t ranks = m->settings.ranks;
-    size_t total = 0;
-    printf("\nmemory of each of %ld rank%s, %s build (weights and activations in %s), %ld tokens a micro-step\n", ranks,
-           ranks == 1 ? "" : "s", names[build], build == BACKEND_CPU ? "float32" : "bf16", m->shapes.N);
-    for (int i = 0; i < ARENAS; i++) total += report_arena(&m->arena[i], m->shapes.N);
-    total +=
-        report_line(build == BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)", model_workspace(m));
-    if (build == BACKEND_CUDA)
-        total += report_line("CUDA context and libraries (estimated)", CUDA_CONTEXT + CUDA_LIBRARIES);
-    if (build == BACKEND_CUDA && ranks > 1) total += report_line("NCCL connections (estimated)", nccl_memory(ranks));
-    printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, (double)total / 0x1p30);
-}
-
-void report_dry_run(const Settings* s, int running) {
-    // The plan is for a GPU of --gpu-memory, or for this machine. Nothing is known of machines for other --ranks.
-    const size_t given = (size_t)(s->gpu_memory * 0x1p30);
-    const Backend build = given ? BACKEND_CUDA : BACKEND, other = build == BACKEND_CPU ? BACKEND_CUDA : BACKEND_CPU;
-    size_t available = 0;  // 0: not known
-    if (given)
-        available = given > CUDA_CONTEXT ? given - CUDA_CONTEXT : 1;
-    else if (BACKEND == BACKEND_CUDA || s->ranks == running)
-        available = device_free_memory(ranks_here());
-    const size_t needed = memory_needed(s, 0, build);
-    const bool fits = !available || needed <= available;
-    Model m;
-    model_plan(&m, s, 0, build);
-
-    // On one screen: memory, model, checkpoints.
-    const size_t context[2] = {0, CUDA_CONTEXT};
-    printf("memory     %s%.2f GiB a rank in the %s build",
-           !available ? ""
-           : fits     ? "fits: "
-                      : "does not fit: ",
-           (double)(needed + context[build]) / 0x1p30, names[build]);
-    if (available)
-        printf(", %.2f GiB %s", (double)(given ? given : available + context[build]) / 0x1p30,
-               given ? "on the GPU" : "free");
-    printf("; %.2f GiB in the %s build\n", (double)(memory_needed(s, 0, other) + context[other]) / 0x1p30,
-           names[other]);
-    report_model(s);
-    printf("           parameters %ld, active %ld, FLOPs a token %.6g\n", params_total(&s->model),
-           params_active(&s->model), flops_per_token(&s->model, s->seq_len));
-    const int64_t kept = max_i64(s->keep, 2) + 1;
-    const double checkpoint = checkpoint_bytes(&m) / 0x1p30;
-    if (!m.layout.frozen)
-        printf("checkpoint %.4g GiB; up to %ld at once with --keep %ld, one of them being written: %.4g GiB\n",
-               checkpoint, kept, s->keep, (double)kept * checkpoint);
-    printf("\n");
-
-    // All options, and all buffers.
-    options_print(settings_table, settings_count, s, NULL);
-    report_items(&m, build);
-    model_plan_free(&m);
-    if (!fits) does_not_fit(s, 0, build, needed, available, given ? "left besides the CUDA context" : "free");
-}
-
-void check_memory(const Settings* s, int rank) {
-    // 0 is unknown: the run then starts without this check.
-    const size_t available = device_free_memory(ranks_here()), needed = memory_needed(s, rank, BACKEND);
-    if (available && needed > available) does_not_fit(s, rank, BACKEND, needed, available, "free");
 }
 
 // Module k has T - k predictions in each window of T tokens.

@@ -260,19 +260,19 @@ const char* settings_folder(const Settings* s, const char** option) {
 void settings_free(Settings* s) { options_free(settings_table, settings_count, s); }
 
 // Columns of the logits: whole tiles of 128 in the GEMMs.
-int64_t config_vocab_padded(const ModelConfig* m) { return (m->V + 127) / 128 * 128; }
+int64_t config_vocab_padded(const ModelConfig* c) { return (c->V + 127) / 128 * 128; }
 
-RopeConfig config_rope(const ModelConfig* m) {
-    const double length = (double)m->yarn_original_len;
-    RopeConfig rope = {(int)m->rope, m->rope_theta, (int)m->yarn, m->yarn_factor, m->yarn_mscale, length};
+RopeConfig config_rope(const ModelConfig* c) {
+    const double length = (double)c->yarn_original_len;
+    RopeConfig rope = {(int)c->rope, c->rope_theta, (int)c->yarn, c->yarn_factor, c->yarn_mscale, length};
     return rope;
 }
 
-double config_softmax_scale(const ModelConfig* m) {
-    RopeConfig rope = config_rope(m);
+double config_softmax_scale(const ModelConfig* c) {
+    RopeConfig rope = config_rope(c);
     // YaRN scales queries and keys, so its factor is squared here.
     double mscale = rope_mscale(&rope);
-    return mscale * mscale / sqrt((double)(m->nope + m->rope));
+    return mscale * mscale / sqrt((double)(c->nope + c->rope));
 }
 
 double settings_mtp_weight(const Settings* s, int64_t step) {

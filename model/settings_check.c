@@ -7,18 +7,18 @@
 #include "moe/moe.h"
 
 // The options of a model.
-static void check_model(const ModelConfig* m) {
-    if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", m->rope);
-    if (m->yarn && m->yarn_mscale <= 0)
-        die(EXIT_USAGE, "--yarn-mscale %g: it must be above 0 with --yarn 1", m->yarn_mscale);
-    if (m->dense_layers > m->L) die(EXIT_USAGE, "--dense-layers %ld is more than --layers %ld", m->dense_layers, m->L);
-    if (m->K > m->E) die(EXIT_USAGE, "--top-k %ld is more than --experts %ld", m->K, m->E);
-    if (m->E % m->groups) die(EXIT_USAGE, "--experts %ld is not a multiple of --groups %ld", m->E, m->groups);
-    if (m->top_groups > m->groups)
-        die(EXIT_USAGE, "--top-groups %ld is more than --groups %ld", m->top_groups, m->groups);
-    if (m->K > m->top_groups * (m->E / m->groups))
-        die(EXIT_USAGE, "--top-k %ld is more than the %ld experts of --top-groups %ld", m->K,
-            m->top_groups * (m->E / m->groups), m->top_groups);
+static void check_model(const ModelConfig* c) {
+    if (c->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", c->rope);
+    if (c->yarn && c->yarn_mscale <= 0)
+        die(EXIT_USAGE, "--yarn-mscale %g: it must be above 0 with --yarn 1", c->yarn_mscale);
+    if (c->dense_layers > c->L) die(EXIT_USAGE, "--dense-layers %ld is more than --layers %ld", c->dense_layers, c->L);
+    if (c->K > c->E) die(EXIT_USAGE, "--top-k %ld is more than --experts %ld", c->K, c->E);
+    if (c->E % c->groups) die(EXIT_USAGE, "--experts %ld is not a multiple of --groups %ld", c->E, c->groups);
+    if (c->top_groups > c->groups)
+        die(EXIT_USAGE, "--top-groups %ld is more than --groups %ld", c->top_groups, c->groups);
+    if (c->K > c->top_groups * (c->E / c->groups))
+        die(EXIT_USAGE, "--top-k %ld is more than the %ld experts of --top-groups %ld", c->K,
+            c->top_groups * (c->E / c->groups), c->top_groups);
 }
 
 // A width, and the options that make it.
@@ -37,20 +37,20 @@ static void check_multiples(const Width* widths, size_t count, int64_t of, const
 
 // Limits of the CUDA kernels: rows of a multiple of 16 bytes, the head sizes of the attention kernels, the number of
 // experts.
-static void check_cuda_model(const ModelConfig* m) {
-    const Width widths[] = {{"--dim", m->C},
-                            {"--q-lora", m->q_lora},
-                            {"--kv-lora", m->kv_lora},
-                            {"--expert-ffn", m->F},
-                            {"--dense-ffn", m->dense_ffn}};
+static void check_cuda_model(const ModelConfig* c) {
+    const Width widths[] = {{"--dim", c->C},
+                            {"--q-lora", c->q_lora},
+                            {"--kv-lora", c->kv_lora},
+                            {"--expert-ffn", c->F},
+                            {"--dense-ffn", c->dense_ffn}};
     check_multiples(widths, sizeof(widths) / sizeof(widths[0]), 8, "the CUDA build");
-    int64_t r = m->rope;
-    if ((r != 64 && r != 32 && r != 16) || m->nope != 2 * r || m->v != 2 * r)
+    const int64_t rope = c->rope;
+    if ((rope != 64 && rope != 32 && rope != 16) || c->nope != 2 * rope || c->v != 2 * rope)
         die(EXIT_USAGE,
             "--nope-dim %ld --rope-dim %ld --v-dim %ld: the CUDA build takes 128/64/128, 64/32/64 and 32/16/32",
-            m->nope, m->rope, m->v);
-    if (m->E > ROUTER_MOST_EXPERTS || m->K > ROUTER_MOST_CHOICES)
-        die(EXIT_USAGE, "--experts %ld --top-k %ld: the CUDA build takes at most %d and %d", m->E, m->K,
+            c->nope, c->rope, c->v);
+    if (c->E > ROUTER_MOST_EXPERTS || c->K > ROUTER_MOST_CHOICES)
+        die(EXIT_USAGE, "--experts %ld --top-k %ld: the CUDA build takes at most %d and %d", c->E, c->K,
             ROUTER_MOST_EXPERTS, ROUTER_MOST_CHOICES);
 }
 
@@ -59,13 +59,13 @@ static void check_cuda_model(const ModelConfig* m) {
 // int32 in kernels and CBLAS. A grid has at most 65535 x 128 columns of a hidden layer, gate and up.
 static void check_sizes(const Settings* s) {
     // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
-    const ModelConfig* m = &s->model;
-    const double L = (double)config_blocks(m), C = (double)m->C, H = (double)m->H, q_lora = (double)m->q_lora;
-    const double latent = (double)(m->kv_lora + m->rope), head = (double)(m->nope + m->rope + m->v);
-    const double hidden = (double)max_i64(m->dense_ffn, m->shared * m->F), E = (double)m->E, F = (double)m->F;
+    const ModelConfig* c = &s->model;
+    const double L = (double)config_blocks(c), C = (double)c->C, H = (double)c->H, q_lora = (double)c->q_lora;
+    const double latent = (double)(c->kv_lora + c->rope), head = (double)(c->nope + c->rope + c->v);
+    const double hidden = (double)max_i64(c->dense_ffn, c->shared * c->F), E = (double)c->E, F = (double)c->F;
     const double tokens = (double)s->batch * (double)s->seq_len, micro = tokens * (double)s->ranks;
     const double spread = s->ep > 1 ? fmax(DISPATCH_MOST_CAPACITY * (double)s->ep, s->capacity) : 1;
-    const double rows = tokens * (double)m->K * spread + 128 * (E + 1);
+    const double rows = tokens * (double)c->K * spread + 128 * (E + 1);
 
     // Elements of a block: its matrices, and its activations of a token.
     const double matrices = (C + q_lora + latent) * (C + H * head) + 3 * C * (hidden + E * F) + E * C;
@@ -83,9 +83,9 @@ static void check_sizes(const Settings* s) {
          "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", s->wgrad_precision ? rows : 0,
          65535.0 * 128},  // limit of a grid in y
         {"tiles of attention", "--batch x --heads x --seq-len / 128", tokens / 128 * H + (double)s->batch * H, 1 << 30},
-        {"hidden columns", "--shared-experts x --expert-ffn", (double)(m->shared * m->F), 1 << 21},
+        {"hidden columns", "--shared-experts x --expert-ffn", (double)(c->shared * c->F), 1 << 21},
         {"parameters", "--layers, --dim, --heads, --experts, --expert-ffn, --dense-ffn and --vocab",
-         L * matrices + 2 * C * (double)m->V, 1e15},
+         L * matrices + 2 * C * (double)c->V, 1e15},
         {"activations of a rank", "--batch, --seq-len, --layers, --dim, --heads, --top-k, --expert-ffn and --dense-ffn",
          L * (tokens * widths + rows * (C + F)), 1e15},
     };
@@ -107,19 +107,19 @@ static void check_layout(const Settings* s) {
 // Every width that MXFP8 products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
 // dgrad over its rows. A width that no such product has counts as 0.
 static void check_precision(const Settings* s) {
-    const ModelConfig* m = &s->model;
+    const ModelConfig* c = &s->model;
     const int linear = s->linear_precision != PRECISION_BF16, expert = s->expert_precision || s->wgrad_precision;
-    const int dense = linear && m->dense_layers > 0, shared = linear && m->dense_layers < config_blocks(m);
+    const int dense = linear && c->dense_layers > 0, shared = linear && c->dense_layers < config_blocks(c);
     const int any = linear || expert || s->dispatch_precision || s->combine_precision;
-    const Width widths[] = {{"--dim", any * m->C},
-                            {"--expert-ffn", expert * m->F},
-                            {"--q-lora", linear * m->q_lora},
-                            {"--kv-lora", linear * m->kv_lora},
-                            {"--heads x (--nope-dim + --rope-dim) =", linear * m->H * (m->nope + m->rope)},
-                            {"--heads x (--nope-dim + --v-dim) =", linear * m->H * (m->nope + m->v)},
-                            {"--heads x --v-dim =", linear * m->H * m->v},
-                            {"--dense-ffn", dense * m->dense_ffn},
-                            {"--shared-experts x --expert-ffn =", shared * m->shared * m->F}};
+    const Width widths[] = {{"--dim", any * c->C},
+                            {"--expert-ffn", expert * c->F},
+                            {"--q-lora", linear * c->q_lora},
+                            {"--kv-lora", linear * c->kv_lora},
+                            {"--heads x (--nope-dim + --rope-dim) =", linear * c->H * (c->nope + c->rope)},
+                            {"--heads x (--nope-dim + --v-dim) =", linear * c->H * (c->nope + c->v)},
+                            {"--heads x --v-dim =", linear * c->H * c->v},
+                            {"--dense-ffn", dense * c->dense_ffn},
+                            {"--shared-experts x --expert-ffn =", shared * c->shared * c->F}};
     check_multiples(widths, sizeof(widths) / sizeof(widths[0]), FORMAT_BLOCK, "MXFP8");
 }
 

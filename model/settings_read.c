@@ -13,13 +13,14 @@
 #include "moe/moe.h"
 #include "parallel/checkpoint.h"
 
-// The row of the field at `offset`, and whether the command line has its option.
+// The row of the field at `offset`.
 static int row_of(size_t offset) {
     int i = 0;
     while (settings_table[i].offset != offset) i++;
     return i;
 }
-static bool is_given(const Settings* s, size_t offset) { return s->given[row_of(offset)]; }
+// Whether the command line has the option of a field.
+#define GIVEN(s, field) ((s)->given[row_of(offsetof(Settings, field))])
 
 // Ends the run if a number that comes from a file of --option FOLDER is outside the range of row o.
 static void check_range(const Settings* s, const Option* o, const char* option, const char* folder, const char* file) {
@@ -52,7 +53,7 @@ static void replace(char** text, char* by) {
 // validation's windows are as long as those of training.
 static void set_for_use(Settings* s, const char* folder) {
     s->recompute = RECOMPUTE_BLOCK;
-    if (*s->sample && !is_given(s, offsetof(Settings, batch))) s->batch = 1;
+    if (*s->sample && !GIVEN(s, batch)) s->batch = 1;
     const int length = row_of(offsetof(Settings, seq_len));
     if (!s->given[length])
         s->seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
@@ -66,24 +67,22 @@ static void set_for_use(Settings* s, const char* folder) {
 static void set_for_model(Settings* s) {
     const Preset* preset = &settings_presets[s->preset];
     // Learning rates, optimizer and type of moments, by preset. Training from --init begins with AdamW.
-    if (!is_given(s, offsetof(Settings, lr))) s->lr = preset->lr;
-    if (!is_given(s, offsetof(Settings, muon_lr))) s->muon_lr = preset->muon_lr;
-    if (!is_given(s, offsetof(Settings, optimizer))) s->optimizer = *s->init ? ADAMW : preset->optimizer;
-    if (!is_given(s, offsetof(Settings, moments))) s->moments = preset->bf16_moments;
+    if (!GIVEN(s, lr)) s->lr = preset->lr;
+    if (!GIVEN(s, muon_lr)) s->muon_lr = preset->muon_lr;
+    if (!GIVEN(s, optimizer)) s->optimizer = *s->init ? ADAMW : preset->optimizer;
+    if (!GIVEN(s, moments)) s->moments = preset->bf16_moments;
     // Load balancing: the weight of the balance loss, by --balance and --score (sigmoid, softmax). 1e-3 is
     // DeepSeek-V2's (aux_loss_alpha of its published configuration).
     static const double aux_loss[][2] = {{1e-2, 1e-3}, {1e-4, 1e-4}, {0, 0}};
     const int unbiased = *s->init && !s->model.selection_bias;
-    if (unbiased && !is_given(s, offsetof(Settings, balance))) s->balance = BALANCE_NONE;
-    if (!is_given(s, offsetof(Settings, aux_loss))) s->aux_loss = aux_loss[s->balance][s->model.score];
-    if (s->balance != BALANCE_DEEPSEEK && is_given(s, offsetof(Settings, bias_rate)))
+    if (unbiased && !GIVEN(s, balance)) s->balance = BALANCE_NONE;
+    if (!GIVEN(s, aux_loss)) s->aux_loss = aux_loss[s->balance][s->model.score];
+    if (s->balance != BALANCE_DEEPSEEK && GIVEN(s, bias_rate))
         die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
             s->balance == BALANCE_NONE ? "none" : "quantile");
     // Options that would have no effect, or lose weights of the model, end the run.
-    if (s->optimizer != MUON &&
-        (is_given(s, offsetof(Settings, muon_lr)) || is_given(s, offsetof(Settings, muon_momentum))))
-        die(EXIT_USAGE, "--muon-%s goes with --optimizer muon",
-            is_given(s, offsetof(Settings, muon_lr)) ? "lr" : "momentum");
+    if (s->optimizer != MUON && (GIVEN(s, muon_lr) || GIVEN(s, muon_momentum)))
+        die(EXIT_USAGE, "--muon-%s goes with --optimizer muon", GIVEN(s, muon_lr) ? "lr" : "momentum");
     if (*s->init && !unbiased && s->model.score == SCORE_SOFTMAX && s->balance == BALANCE_NONE)
         die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
 }
@@ -91,12 +90,12 @@ static void set_for_model(Settings* s) {
 // Finds the tokenizer of the shards, and the size of the vocabulary, unless given or recorded. Shards in a new place
 // may have their tokenizer there.
 static void find_tokenizer(Settings* s, int recorded, int has_vocab) {
-    if (!is_given(s, offsetof(Settings, tokenizer)) && (!recorded || is_given(s, offsetof(Settings, train)))) {
+    if (!GIVEN(s, tokenizer) && (!recorded || GIVEN(s, train))) {
         char* beside = shards_tokenizer(s->train, "_train_");
         if (beside) replace(&s->tokenizer, beside);
     }
     // The vocabulary of a new model is the tokenizer's.
-    if (!*s->tokenizer || has_vocab || is_given(s, offsetof(Settings, model.V))) return;
+    if (!*s->tokenizer || has_vocab || GIVEN(s, model.V)) return;
     Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
     s->model.V = tokenizer_size(tokenizer);
     tokenizer_close(tokenizer);

@@ -49,46 +49,46 @@ static void update_group(Model* m, const MuonGroup* g) {
     free(list);
 }
 
-// A wave: `count` units, at most one for each rank that shares their buffers b.
+// Buffers b of `count` blocks from `first` on, at most one for each rank that shares them.
 typedef struct Wave {
-    int b, count;
-    int* units;
+    int b;
+    int64_t first, count;
 } Wave;
 
 // The waves of all sharded buffers; returns how many. The last wave of dense buffers, or of experts, may be short.
-static int list_waves(const Model* m, Wave* waves, int* units) {
+static int list_waves(const Model* m, Wave* waves) {
+    const int64_t blocks = config_blocks(&m->config);
     int n = 0;
     for (int b = 0; b < BUFFERS; b++) {
-        Wave* wave = NULL;
-        for (int u = 0; u < params_units(&m->config); u++) {
-            const ParamBuffer* p = &m->units[u].buffer[b];
-            if (p->n_muon == 0 || p->shard == SHARD_NONE) continue;
-            if (!wave || wave->count == p->parts) {
-                const Wave empty = {b, 0, units};
-                wave = &waves[n++];
-                *wave = empty;
-            }
-            wave->units[wave->count++] = u;
-            units++;
+        const int64_t first = b == EXPERT_PARAMS ? m->config.dense_layers : 0;
+        const ParamBuffer* p = &m->units[params_block_unit(&m->config, blocks - 1)].buffer[b];  // as in all blocks
+        for (int64_t l = first; l < blocks && p->shard != SHARD_NONE; l += p->parts) {
+            const Wave wave = {b, l, min_i64(p->parts, blocks - l)};
+            waves[n++] = wave;
         }
     }
     return n;
 }
 
-static Comm* wave_comm(const Model* m, const Wave* w) { return w->b == EXPERT_PARAMS ? m->expert_dp : m->world; }
+// The buffer that rank i owns; NULL: the wave is shorter.
+static const ParamBuffer* wave_buffer(const Model* m, const Wave* wave, int i) {
+    return i < wave->count ? &m->units[params_block_unit(&m->config, wave->first + i)].buffer[wave->b] : NULL;
+}
+
+static Comm* wave_comm(const Model* m, const Wave* wave) { return wave->b == EXPERT_PARAMS ? m->expert_dp : m->world; }
 
 // The all-to-all of a wave, from own parts to the owners' x (back 0), or back, with the work on own parts.
-static void exchange_parts(Model* m, const Wave* w, floatX* x, int back, Ctx* ctx) {
+static void exchange_parts(Model* m, const Wave* wave, floatX* x, int back, Ctx* ctx) {
     enum { ROW = 64 };  // elements; parts and parameters start at multiples of it
-    const int ranks = comm_count(wave_comm(m, w)), index = comm_index(wave_comm(m, w));
+    const int ranks = comm_count(wave_comm(m, wave)), index = comm_index(wave_comm(m, wave));
     int64_t* rows = (int64_t*)host_alloc((size_t)(4 * ranks) * sizeof(int64_t));
     int64_t *send_start = rows, *send = rows + ranks, *recv_start = send + ranks, *recv = recv_start + ranks;
-    MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)w->count * sizeof(MuonBuffer));
+    MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)wave->count * sizeof(MuonBuffer));
+    const ParamBuffer* own = wave_buffer(m, wave, index);
     int64_t at = 0;
     for (int i = 0; i < ranks; i++) {
-        // This rank's part of unit i goes to rank i; rank i's part of the unit that this rank owns comes.
-        const ParamBuffer* to = i < w->count ? &m->units[w->units[i]].buffer[w->b] : NULL;
-        const ParamBuffer* own = index < w->count ? &m->units[w->units[index]].buffer[w->b] : NULL;
+        // This rank's part of buffer i goes to rank i; rank i's part of the buffer that this rank owns comes.
+        const ParamBuffer* to = wave_buffer(m, wave, i);
         send_start[i] = at;
         send[i] = to ? muon_owned(to) / ROW : 0;
         if (to) list[i] = muon_buffer(m, to, 0, muon_owned(to), m->muon.parts + at * ROW);
@@ -100,29 +100,27 @@ static void exchange_parts(Model* m, const Wave* w, floatX* x, int back, Ctx* ct
     // The momentum comes before the exchange, the update after the return.
     const ExchangeBuffer buffer = {back ? m->muon.parts : x, back ? x : m->muon.parts, ROW * sizeof(floatX)};
     const ExchangeRows there = {send_start, send, recv_start, recv}, home = {recv_start, recv, send_start, send};
-    if (!back) muon_momentum(list, w->count, m->layout.bf16_moments, &m->step.inputs->muon, m->step.state, ctx);
-    comm_exchange(wave_comm(m, w), &buffer, 1, back ? home : there, ctx);
-    if (back) muon_update(list, w->count, &m->step.inputs->muon, m->step.state, ctx);
+    if (!back) muon_momentum(list, wave->count, m->layout.bf16_moments, &m->step.inputs->muon, m->step.state, ctx);
+    comm_exchange(wave_comm(m, wave), &buffer, 1, back ? home : there, ctx);
+    if (back) muon_update(list, wave->count, &m->step.inputs->muon, m->step.state, ctx);
     free(list);
     free(rows);
 }
 
-// The unit of the wave that this rank owns, in x.
-static void orthogonalize_unit(Model* m, const Wave* w, floatX* x) {
-    const int index = comm_index(wave_comm(m, w));
-    for (int i = 0; i < m->muon.group_count && index < w->count; i++) {
+// The matrices of the buffer that this rank owns, in x.
+static void orthogonalize_own(Model* m, const Wave* wave, floatX* x) {
+    const ParamBuffer* own = wave_buffer(m, wave, comm_index(wave_comm(m, wave)));
+    for (int i = 0; i < m->muon.group_count; i++) {
         const MuonGroup* g = &m->muon.groups[i];
-        if (g->first == w->units[index] && param_buffer(g->id) == w->b)
-            orthogonalize(m, g, x + m->units[g->first].at[g->id]);
+        const Unit* u = &m->units[g->first];
+        if (&u->buffer[param_buffer(g->id)] == own) orthogonalize(m, g, x + u->at[g->id]);
     }
 }
 
 // Whole buffers by groups, then parts by waves. Each parameter is in one of them.
 void model_update_muon(Model* m) {
-    const int most = params_units(&m->config) * BUFFERS;
-    Wave* waves = (Wave*)host_alloc((size_t)most * sizeof(Wave));
-    int* units = (int*)host_alloc((size_t)most * sizeof(int));
-    const int count = list_waves(m, waves, units);
+    Wave* waves = (Wave*)host_alloc((size_t)(config_blocks(&m->config) * BUFFERS) * sizeof(Wave));
+    const int count = list_waves(m, waves);
     Ctx* side = sharding_side(m->sharding);
     floatX* x[2] = {m->muon.waves, m->muon.waves + m->muon.wave_size};
 
@@ -141,73 +139,11 @@ void model_update_muon(Model* m) {
     if (count) sharding_follow(m->sharding, m->ctx, side);
     for (int i = 0; i < count; i++) {
         if (i + 1 < count) exchange_parts(m, &waves[i + 1], x[(i + 1) % 2], 0, side);
-        orthogonalize_unit(m, &waves[i], x[i % 2]);
+        orthogonalize_own(m, &waves[i], x[i % 2]);
         sharding_follow(m->sharding, m->ctx, side);
         sharding_follow(m->sharding, side, m->ctx);
         exchange_parts(m, &waves[i], x[i % 2], 1, side);
     }
     if (count) sharding_follow(m->sharding, m->ctx, side);
-    free(units);
     free(waves);
-}
-
-// Size of a group of matrices of one shape: enough to fill a GPU. A larger parameter of one unit is a group of its own,
-// orthogonalized in parts.
-static const int64_t GROUP_ELEMENTS = (int64_t)1 << 27;
-
-// The groups, in the order of their first units.
-static void group_matrices(Model* m) {
-    const int units = params_units(&m->config);
-    MuonGroup* last[PARAMS] = {NULL};  // the last group of each parameter
-    m->muon.groups = (MuonGroup*)host_alloc((size_t)(units * PARAMS) * sizeof(MuonGroup));
-    for (int u = 0; u < units; u++) {
-        Param list[PARAMS];
-        const int count = params_list(list, &m->config, m->units[u].kind);
-        for (int i = 0; i < count; i++) {
-            // The parameter's matrices in this unit: one, or one per expert; gate and up count as two.
-            const Param* p = &list[i];
-            if (p->by != MUON) continue;
-            const int64_t halves = p->second ? 2 : 1, rows = p->rows / halves;
-            const MuonGroup mine = {p->id, u, 1, m->units[u].w[p->id].count * halves, rows, p->columns, 0};
-
-            // Joins the group of the unit before, if that has the same shape and is not full.
-            MuonGroup* g = last[p->id];
-            if (g && g->first + g->units == u && g->rows == rows && g->columns == p->columns &&
-                m->units[u].buffer[param_buffer(p->id)].shard == SHARD_NONE &&
-                (g->count + mine.count) * rows * p->columns <= GROUP_ELEMENTS) {
-                g->units++;
-                g->count += mine.count;
-            } else {
-                last[p->id] = &m->muon.groups[m->muon.group_count++];
-                *last[p->id] = mine;
-            }
-        }
-    }
-}
-
-void model_plan_muon(Model* m, Arena* arena) {
-    int64_t largest = 0, work = 0;
-    group_matrices(m);
-    for (int i = 0; i < m->muon.group_count; i++) {
-        // Equal parts of at most 3 GROUP_ELEMENTS of workspace, which a square group needs.
-        MuonGroup* g = &m->muon.groups[i];
-        const int64_t each = muon_work(1, g->rows, g->columns);
-        const int64_t pieces = ceil_div(g->count, max_i64(3 * GROUP_ELEMENTS / each, 1));
-        g->at_once = ceil_div(g->count, pieces);
-        work = max_i64(work, g->at_once * each);
-
-        // x holds a group, or a unit that came in parts.
-        const ParamBuffer* p = &m->units[g->first].buffer[param_buffer(g->id)];
-        if (p->shard == SHARD_NONE)
-            largest = max_i64(largest, g->count * g->rows * g->columns);
-        else
-            m->muon.wave_size = max_i64(m->muon.wave_size, round_up(p->n_muon, 64));
-    }
-    if (largest) ARENA(arena, "Muon: matrices of a group", ELEMENT_X, largest, 0, &m->muon.x);
-    if (m->muon.wave_size) {
-        ARENA(arena, "Muon: units of two waves", ELEMENT_X, 2 * m->muon.wave_size, 0, &m->muon.waves);
-        ARENA(arena, "Muon: own parts of a wave", ELEMENT_X, m->muon.wave_size + 64 * m->layout.ranks, 0,
-              &m->muon.parts);
-    }
-    ARENA(arena, "Muon: workspace", ELEMENT_X, work, 0, &m->muon.work);
 }

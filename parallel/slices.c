@@ -97,7 +97,7 @@ bool ranks_well(Ranks* group, bool well) {
 
 char* ranks_reason(Ranks* group, char* why) {
     int who;
-    char reason[1024] = "";
+    char reason[16384] = "";  // with two paths
     if (why) snprintf(reason, sizeof(reason), "%s", why);
     free(why);
     if (ranks_lowest(group, !*reason, &who) == 1) return NULL;

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 #include "device/check.h"
-#include "model/report.h"
+#include "model/memory.h"
 #include "pretrained/evaluate.h"
 #include "pretrained/import.h"
 #include "pretrained/sample.h"
@@ -20,7 +20,7 @@ void use_model(Ranks* world, const Settings* s) {
 
     // The model.
     device_choose(ranks_local());
-    check_memory(s, ranks_index(world));
+    memory_check(s, ranks_index(world));
     ranks_barrier(world);  // no rank allocates before all have read the free memory
     Model* m = model_create(s, world);
     model_begin(m, world);

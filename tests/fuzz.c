@@ -20,7 +20,7 @@
 #include "data/tokenizer.h"
 #include "device/check.h"
 #include "model/record.h"
-#include "model/report.h"
+#include "model/memory.h"
 
 static jmp_buf reader;
 static volatile bool reading;
@@ -173,7 +173,7 @@ static void read_options(const uint8_t* data, size_t size) {
         settings_free(&resumed);
         free(again);
         if (s.model.L <= 4 && s.ranks <= 64 && BEGINS_TO_READ)
-            report_dry_run(&s, 1);  // ends the run if it does not fit
+            memory_report(&s, 1);  // ends the run if it does not fit
         has_read();
         json_free(record);
         free(json);
