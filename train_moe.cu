@@ -62,7 +62,7 @@ typedef struct Run {
     int64_t saved;         // newest step on disk or being written
     Loader* loader;        // of train
     Fetch *state, *load;   // results of the last step queued
-    Fetch* mx_stats;       // of the last step that measured them; NULL without a log and --mx-stats
+    Fetch* stats;          // of the last step that measured them; NULL without a log and --mx-stats
     double capacity;       // of the last step queued: the capacity factor; 0 without --dispatch windows
     int64_t pending;       // the last step queued, 0 if its results are reported already
     StepState last;        // of the last step reported
@@ -150,8 +150,8 @@ static void report(Run* r, int val, int asks) {
     if (r->capacity > 0) runlog_number(&line, "capacity", r->capacity);
     host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->pending * s->tokens_per_step, host_time());
     if (asks) evaluate_questions(&line, m, r->questions, r->question_files, r->tokenizer);
-    if (r->mx_stats && due(r->pending, s->mx_stats))
-        report_quantization(&line, m, (const QuantizationStats*)fetch_end(r->mx_stats));
+    if (r->stats && due(r->pending, s->stats_every))
+        report_quantization(&line, m, (const QuantizationStats*)fetch_end(r->stats));
     host_append(&line, "}");
 
     // All of it into the log; on the terminal not more often than one can read, and once a line about the rest.
@@ -180,7 +180,7 @@ static void fetch_step(Run* r, int64_t step) {
     Model* m = r->model;
     fetch_begin(r->state, m->step.state, m->ctx);
     fetch_begin(r->load, m->step.load, m->ctx);
-    if (r->mx_stats && due(step, r->settings.mx_stats)) fetch_begin(r->mx_stats, m->step.mx_stats, m->ctx);
+    if (r->stats && due(step, r->settings.stats_every)) fetch_begin(r->stats, m->step.stats, m->ctx);
     r->capacity = m->windows ? m->shapes.moe.capacity : 0;
     r->pending = step;
 }
@@ -358,7 +358,8 @@ static void open_outputs(Run* r) {
     for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
     r->state = fetch_create(sizeof(StepState));
     r->load = fetch_create((size_t)(config_blocks(&s->model) * s->model.E) * sizeof(int64_t));
-    if (r->log && s->mx_stats) r->mx_stats = fetch_create(config_blocks(&s->model) * BLOCK_STATS * sizeof(QuantizationStats));
+    if (r->log && s->stats_every)
+        r->stats = fetch_create(config_blocks(&s->model) * BLOCK_STATS * sizeof(QuantizationStats));
 }
 
 // All of it back.
@@ -369,7 +370,7 @@ static void close_all(Run* r) {
     for (int i = 0; i < 2; i++) stopwatch_destroy(r->watch[i]);
     fetch_destroy(r->state);
     fetch_destroy(r->load);
-    if (r->mx_stats) fetch_destroy(r->mx_stats);
+    if (r->stats) fetch_destroy(r->stats);
     model_destroy(r->model);
     loader_stop(r->loader);
     shards_close(r->train);

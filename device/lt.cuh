@@ -38,7 +38,7 @@ struct LtProduct {
     // NULL: A and B are bf16. Else A and B are e4m3 with k along their rows (B transposed), and there is a scale for
     // every 32 elements:
     //
-    //   layout    mx_blackwell_offset (mx/mxfp8.h), 16-byte aligned, zeros in the padding
+    //   layout    that of Blackwell (mx/mxfp8.h), 16-byte aligned, zeros in the padding
     //             (CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0)
     //   limits    compute capability 10.0 and up; 16-byte aligned pointers; k a multiple of 32, n of 16, any m
     //   source    cuBLAS documentation 13, "Narrow Precision Data Types Usage"

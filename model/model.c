@@ -17,7 +17,7 @@
 // The format of a precision; NULL: floatX. Bytes that no GEMM reads have the exact format's blocks of 32.
 static const Format* format_of(int64_t precision, const Settings* s) {
     static const FormatId ids[] = {FORMATS, FORMAT_MXFP8, FORMAT_MXFP8_EXACT};  // in the order of the options' choices
-    return precision ? format_of_id(ids[precision], (MxScale)s->mx_scale) : NULL;
+    return precision ? format_of_id(ids[precision], (MxScale)s->scale_rule) : NULL;
 }
 
 // The format of dispatch or wgrad: that of the GEMMs with the same operands, if these are quantized.
@@ -238,9 +238,9 @@ static void plan_state(Model* m) {
     ARENA(state, "expert loads", ELEMENT_I64, count * c->E, 0, &m->step.load);
     const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
     if (bins) ARENA(state, "router margins", ELEMENT_I64, bins, 0, &m->step.margins);
-    const int64_t tensors = s->mx_stats ? count * BLOCK_STATS : 0;
+    const int64_t tensors = s->stats_every ? count * BLOCK_STATS : 0;
     ARENA(state, "quantization statistics", ELEMENT_BYTE, tensors * (int64_t)sizeof(QuantizationStats), 0,
-          &m->step.mx_stats);
+          &m->step.stats);
     // Structs that kernels read and write. Validation has a state of its own.
     ARENA(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, &m->step.state);
     ARENA(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, &m->val_state);

@@ -97,8 +97,8 @@ typedef struct Step {
     StepState* state;
     int64_t* load;      // (L + mtp, E): tokens each expert got
     int64_t* margins;   // (L + mtp, E, MARGIN_BINS): histograms; only with --balance quantile
-    QuantizationStats* mx_stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
-    int measures;       // 1: this step fills mx_stats; set before model_step_begin, cleared by model_update
+    QuantizationStats* stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
+    int measures;       // 1: this step fills stats; set before model_step_begin, cleared by model_update
     int first;          // 1: its first micro-step
     int late;           // 1: the MTP loss weight is already --mtp-weight-end
     float mtp_weight;   // weight of the loss of each MTP module
@@ -178,7 +178,7 @@ void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases (model/update.c). stop: see StepState.
 void model_update(Model* model, int stop);
-// Why steps do not run as CUDA graphs (device/graph.h), as a message; NULL: they do, except steps that fill mx_stats.
+// Why steps do not run as CUDA graphs (device/graph.h), as a message; NULL: they do, except steps with quantization statistics.
 const char* model_unreplayed(const Model* model);
 
 // Logits (V) of token n of the current batch, copied to the host; after model_forward.

@@ -163,8 +163,8 @@ const Option settings_table[] = {
            "wgrad GEMMs of the routed experts, and of --linear-precision"),
     CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8|mxfp8-exact", FIXED,
            "GEMMs of attention without Wkva, and of the dense and shared MLPs"),
-    CHOICE("precision", "mx-scale", mx_scale, "rceil", "rceil|floor", FIXED, "rounding of the scales of MXFP8 blocks"),
-    WHOLE("precision", "mx-stats", mx_stats, "0", 0, 1e9, FREE,
+    CHOICE("precision", "mx-scale", scale_rule, "rceil", "rceil|floor", FIXED, "rounding of the scales of MXFP8 blocks"),
+    WHOLE("precision", "mx-stats", stats_every, "0", 0, 1e9, FREE,
           "steps between quantization statistics in the log; 0: none"),
 
     // Memory: activation checkpointing, and capacity for uneven loads.

@@ -57,8 +57,8 @@ typedef struct Settings {
     int64_t ep, shard, dispatch, recompute;
     double timeout, capacity, gpu_memory;
     int64_t precision;  // the mode, which sets the following unless the command line does:
-    int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
-        mx_stats;
+    int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, scale_rule,
+        stats_every;
     int64_t force_balance, overfit;
     double warmup_steps;        // of --warmup when the run began; not an option
     int64_t steps_before;       // --resume: --steps of the checkpoint; not an option

@@ -127,11 +127,11 @@ static void check_precision(const Settings* s) {
 static void check_stats(const Settings* s) {
     const int moe = s->model.dense_layers < config_blocks(&s->model),
               experts = s->expert_precision || s->dispatch_precision;
-    if (s->mx_stats && !s->linear_precision && !(moe && experts))
+    if (s->stats_every && !s->linear_precision && !(moe && experts))
         die(EXIT_USAGE,
             "--mx-stats %ld: nothing that it measures is MXFP8; it goes with --linear-precision mxfp8 or, where there "
             "is a MoE block, --expert-precision mxfp8 or --dispatch-precision mxfp8",
-            s->mx_stats);
+            s->stats_every);
 }
 
 // Rounded to bf16, a momentum stops at no less than 1 / (1 + 2^-8 / (1 - momentum)) of a steady gradient
@@ -188,7 +188,7 @@ static void check_run(const Settings* s) {
         die(EXIT_USAGE, "there is no checkpoint in %s to resume from, and --train is missing to start afresh", s->out);
     if (!*s->train)
         die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
-    if (s->mx_stats && !*s->out) die(EXIT_USAGE, "--mx-stats needs --out: the statistics go into its log");
+    if (s->stats_every && !*s->out) die(EXIT_USAGE, "--mx-stats needs --out: the statistics go into its log");
     if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
 }
 

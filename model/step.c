@@ -20,7 +20,8 @@ void model_step_begin(Model* m, int64_t step) {
     // Counters of the step.
     device_zero(m->step.load, (size_t)experts * sizeof(int64_t), m->ctx);
     if (m->step.margins) device_zero(m->step.margins, (size_t)(experts * MARGIN_BINS) * sizeof(int64_t), m->ctx);
-    if (m->step.measures) device_zero(m->step.mx_stats, (size_t)(blocks * BLOCK_STATS) * sizeof(QuantizationStats), m->ctx);
+    if (m->step.measures)
+        device_zero(m->step.stats, (size_t)(blocks * BLOCK_STATS) * sizeof(QuantizationStats), m->ctx);
     step_begin(m->step.state, m->ctx);
 }
 
@@ -50,7 +51,7 @@ void model_micro_step(Model* m, int last) {
 void model_gradient(Model* m, Loader* loader, int64_t step) {
     const Settings* s = &m->settings;
     const int64_t micro_steps = s->tokens_per_step / settings_micro_tokens(s);
-    m->step.measures = s->mx_stats && step % s->mx_stats == 0;
+    m->step.measures = s->stats_every && step % s->stats_every == 0;
     do {
         model_step_begin(m, step);
         for (int64_t i = 0; i < micro_steps; i++) {

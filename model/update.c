@@ -14,7 +14,7 @@ static void sum_over_ranks(Model* m) {
     comm_all_reduce(m->world, m->step.load, experts, SUM_I64, m->ctx);
     if (m->step.margins) comm_all_reduce(m->world, m->step.margins, experts * MARGIN_BINS, SUM_I64, m->ctx);
     if (m->step.measures)  // doubles, all of it
-        comm_all_reduce(m->world, (double*)m->step.mx_stats,
+        comm_all_reduce(m->world, (double*)m->step.stats,
                         blocks * BLOCK_STATS * (int64_t)(sizeof(QuantizationStats) / sizeof(double)), SUM_DOUBLE,
                         m->ctx);
 }
