@@ -112,14 +112,15 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
 }
 
 // The cluster's work tiles, one after another: the same number for both blocks. All lanes of the producer warp run it.
-template <typename P>
+template <typename Scheduler>
 struct ClusterTiles {
     Queue& queue;
     int rank;              // of the block in the cluster
     uint32_t drawn, turn;  // block 0, lane 0: the number in flight; numbers received so far
-    TileScheduler<P> scheduler;
+    Scheduler scheduler;
 
-    __device__ __forceinline__ ClusterTiles(const Groups& g, Queue& queue)
+    template <typename Problem>
+    __device__ __forceinline__ ClusterTiles(const Problem& g, Queue& queue)
         : queue(queue), rank(cluster_rank()), drawn(draws() ? draw_number(g.counter) : 0), turn(0), scheduler(g) {}
 
     // This block's tile of the next work tile. Numbers are drawn one work tile ahead: the atomic's latency overlaps
@@ -151,9 +152,9 @@ struct ClusterTiles {
 };
 
 // The producer warp: fills both rings until there is no more work.
-template <typename P>
-__device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Groups& g) {
-    ClusterTiles<P> tiles(g, s.queue);
+template <typename P, typename Scheduler, typename Problem>
+__device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Problem& g) {
+    ClusterTiles<Scheduler> tiles(g, s.queue);
     RingSlot<STAGES> stage = {0, 1};
     RingSlot<ITEMS> at = {0, 1};
     for (;;) {
@@ -177,10 +178,10 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
 }
 
 // A block from start to end. consume(s) is the work of a consumer warp. With two PRODUCERS, the second one runs
-// overlap(s): it reads the work tiles, and fills stages too.
-template <typename P, typename Consume, typename Overlap>
+// overlap(s): it reads the work tiles, and fills stages too. Problem is Groups, or what else a Scheduler takes.
+template <typename P, typename Scheduler = TileScheduler<P>, typename Problem, typename Consume, typename Overlap>
 __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
-                                          const Groups& g, Consume consume, Overlap overlap) {
+                                          const Problem& g, Consume consume, Overlap overlap) {
     // Barriers, each with the number of arrivals that ends a phase. A stage is filled by one thread of each producer.
     // It is released by the consumer warps of both blocks, as both may load into it. A work tile's slot is released by
     // all warps that read it.
@@ -206,7 +207,7 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
     if (threadIdx.x < 128) {
         registers_fewer<56>();
         if (threadIdx.x < 32)
-            produce<P>(s, a, b, g);
+            produce<P, Scheduler>(s, a, b, g);
         else if (P::PRODUCERS == 2 && threadIdx.x < 64)
             overlap(s);
     } else {

@@ -109,13 +109,19 @@ template <typename P>
 struct TileScheduler {
     const Groups& g;
     int lane;
-    int wide, narrow;                         // columns of two base tiles; 1 if one of one base tile follows
+    int M, wide, narrow;                      // rows; columns of two base tiles; 1 if one of one base tile follows
     int common_a;                             // of the current work tile: 1: the blocks share A; 0: they share B
     int first, base;                          // the window's first expert; work tiles before it
     int expert, start, rows, squares_m, end;  // this lane's expert; its rows of base tiles; the end of its numbers
 
     __device__ __forceinline__ explicit TileScheduler(const Groups& g) : g(g), lane(threadIdx.x % 32) {
-        const int squares_n = div_up(g.N, SQUARE_SIDE);
+        restart(g.M, g.N);
+    }
+
+    // From here on outputs are (M, N), and numbers begin at 0.
+    __device__ __forceinline__ void restart(int M, int N) {
+        const int squares_n = div_up(N, SQUARE_SIDE);
+        this->M = M;
         wide = squares_n / 2;
         narrow = squares_n % 2;
         load_window(0, 0);
@@ -178,7 +184,7 @@ struct TileScheduler {
         item.k = P::OVER_ROWS ? owner_start : 0;
         item.expert = broadcast(expert, owner);
         item.k_blocks = div_up(P::OVER_ROWS ? max(owner_rows, 1) : g.K, P::BLOCK_K);
-        item.valid = (P::OVER_ROWS ? g.M : owner_rows) - m * SQUARE_SIDE;
+        item.valid = (P::OVER_ROWS ? M : owner_rows) - m * SQUARE_SIDE;
         return item;
     }
 
@@ -202,7 +208,7 @@ struct TileScheduler {
             rows = g.rows[expert];
             start = P::OVER_ROWS && rows == 0 ? g.K : (int)g.start[expert];
             squares_m = !P::OVER_ROWS                           ? ((int)g.start[expert + 1] - start) / SQUARE_SIDE
-                        : rows > 0 || (P::ZERO_EMPTY && !g.add) ? div_up(g.M, SQUARE_SIDE)
+                        : rows > 0 || (P::ZERO_EMPTY && !g.add) ? div_up(M, SQUARE_SIDE)
                                                                 : 0;
             end = items_of(areas_of(squares_m));
             if (!P::SIDE_BY_SIDE) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);

@@ -53,7 +53,7 @@ void linear_plan(Arena* a, GemmWorkspace* workspace, int64_t N, int batches) {
     const char* name = "operand of wgrad, quantized";
     const int64_t rows = grouped_wgrad_rows(workspace->wgrad, N, 1, a->backend);
     rows_plan(a, name, &workspace->dy, !wgrad, wgrad, rows, wgrad ? workspace->of_dy : workspace->inputs);
-    rows_plan(a, name, &workspace->x, !wgrad, wgrad, rows, workspace->inputs);
+    rows_plan(a, name, &workspace->x, !wgrad, wgrad, rows, wgrad ? workspace->of_x : workspace->inputs);
 }
 
 void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx) {
@@ -156,29 +156,30 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
     linear_dgrad(dx, product, N, 0, ctx);
 }
 
-// x (N, columns) as wgrad reads it: itself, or rounded along the tokens into the workspace's dy or x.
-static const floatX* wgrad_values(const Weight* w, int operand, const floatX* x, int64_t N, int64_t columns, Ctx* ctx) {
+// x (N, columns) as wgrad reads it: itself, or rounded along the tokens into `to`.
+static const floatX* wgrad_values(const floatX* x, const Rows* to, int64_t columns, const Format* wgrad, int64_t N,
+                                  Ctx* ctx) {
     const Ragged all = {.El = 1, .capacity = N};
-    if (!w->wgrad) return x;
-    floatX* to = operand == STATS_DY ? w->workspace->dy.value : w->workspace->x.value;
-    w->wgrad->round_columns(w->wgrad, to, x, all, columns, ctx);
-    return to;
+    if (!wgrad) return x;
+    wgrad->round_columns(wgrad, to->value, x, all, columns, ctx);
+    return to->value;
 }
 
 void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx) {
-    GemmWorkspace* used = NULL;
+    const Weight* packed = NULL;  // one of those whose wgrad is packed
     for (LinearGradient* p = products; p < products + count; p++) {
         const Weight* w = p->weight;
         measure_weight(w, ctx);
         if (format_packed(w->wgrad)) {
-            w->wgrad->gemms->wgrad(p, N, tokens_of(w, N), ctx);
-            used = w->workspace;
+            packed = w;
             continue;
         }
-        matmul_wgrad(w->grad, wgrad_values(w, STATS_DY, p->dy, N, w->OC, ctx),
-                     wgrad_values(w, STATS_X, p->x, N, w->IC, ctx), N, w->IC, w->OC, w->accumulate, ctx);
+        // dW = dy^T x
+        matmul_wgrad(w->grad, wgrad_values(p->dy, &w->workspace->dy, w->OC, w->wgrad, N, ctx),
+                     wgrad_values(p->x, &w->workspace->x, w->IC, w->wgrad, N, ctx), N, w->IC, w->OC, w->accumulate,
+                     ctx);
     }
-    if (used) used->dy_used = 0;
+    if (packed) packed->wgrad->gemms->wgrads(products, count, N, tokens_of(packed, N), ctx);
 }
 
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {

@@ -20,7 +20,7 @@
 // The workspace that all quantized GEMMs of a model share.
 typedef struct GemmWorkspace {
     int64_t inputs;                // the widest x or dy
-    int64_t of_dy;                 // packed wgrad: the columns of all dy that linear_dgrad leaves for linear_wgrads
+    int64_t of_dy, of_x;           // quantized wgrad: the columns of all operands that are quantized together
     const Format *format, *wgrad;  // of the weights of linear_; NULL: floatX
     Rows input;                    // x or dy, quantized
     Rows dy, x;                    // quantized wgrad: operands, quantized along the tokens

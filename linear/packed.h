@@ -24,9 +24,9 @@ struct PackedGemms {
     void (*grouped_wgrad)(const Weight* weight, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged ragged,
                           Ctx* ctx);
     // For linear_: dy packed for dgrad (in out) and for wgrad in one pass, also with the backward of SwiGLU before it
-    // (0: not at this width); then dW.
+    // (0: not at this width); then dW of those products whose wgrad is packed.
     void (*pack_both)(LinearGradient* product, Packed out, int64_t N, Ragged tokens, Ctx* ctx);
     int (*swiglu_backward_both)(LinearGradient* product, Packed out, floatX* a, const floatX* da, const floatX* h,
                                 int64_t N, Ragged tokens, Ctx* ctx);
-    void (*wgrad)(LinearGradient* product, int64_t N, Ragged tokens, Ctx* ctx);
+    void (*wgrads)(LinearGradient* products, int count, int64_t N, Ragged tokens, Ctx* ctx);
 };

@@ -66,7 +66,7 @@ static void plan_weights(Model* m, Unit* u) {
     const Settings* s = &m->settings;
     Param list[PARAMS];
     const int count = params_list(list, &m->config, u->kind);
-    int64_t of_dy[2] = {0, 0};  // of attention, of the MLP: their gradients are computed together
+    int64_t of_dy[2] = {0, 0}, of_x[2] = {0, 0};  // of attention, of the MLP: their gradients are computed together
     for (int i = 0; i < count; i++) {
         const int mlp = list[i].id == MLP13 || list[i].id == MLP2;
         Weight* w = &u->w[list[i].id];
@@ -74,7 +74,10 @@ static void plan_weights(Model* m, Unit* u) {
         if (list[i].quantized_by == LINEAR) {
             w->format = format_of(s->linear_precision, s);
             if (w->format) w->wgrad = format_like(s->wgrad_precision, w->format, s);
-            if (w->wgrad) of_dy[mlp] += w->OC;
+            if (w->wgrad) {
+                of_dy[mlp] += w->OC;
+                of_x[mlp] += w->IC;
+            }
         }
         if (list[i].quantized_by == EXPERT) {
             w->format = m->shapes.moe.expert;
@@ -83,6 +86,7 @@ static void plan_weights(Model* m, Unit* u) {
         weight_plan(&m->arena[IN_PARAMS], w, list[i].quantized_by == LINEAR);
     }
     m->gemms.of_dy = max_i64(m->gemms.of_dy, max_i64(of_dy[0], of_dy[1]));
+    m->gemms.of_x = max_i64(m->gemms.of_x, max_i64(of_x[0], of_x[1]));
 }
 
 // Addresses of each weight and its gradient, whole or in a slot (parallel/sharding.h).

@@ -100,3 +100,8 @@ void grouped_gemm_mx_wgrad_rounded(floatX* dw, MxBytes dy, MxBytes x, int64_t le
                                    Ctx* ctx) {
     grouped_gemm_mx_wgrad(dw, dy, x, length, r, IC, OC, 0, ctx);
 }
+
+void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged r, int accumulate,
+                    Ctx* ctx) {
+    mx_one_by_one(list, count, dy, x, length, r, accumulate, ctx);
+}

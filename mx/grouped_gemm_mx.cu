@@ -21,29 +21,13 @@
 // Bound by the tensor cores under the card's power limit, and by the instructions that a warp issues next to wgmma. A
 // chunk's wgmma take 512 clocks. A warp issues 205 instructions in them (wgrad 213, at a boundary 367), 128 for d.
 #include "device/kernels.h"
-#include "grouped/grouped_gemm_parts.cuh"
 #include "mx/grouped_gemm_blackwell.cuh"
 #include "mx/grouped_gemm_mx.h"
+#include "mx/grouped_gemm_mx_work.cuh"
 #include "mx/mx_values.h"
 #include "mx/mxfp8.h"
 
 namespace {
-
-// The two GEMMs: forward and dgrad, and wgrad, whose column scales come from a second producer warp. A k block is 128
-// bytes wide.
-struct Mx : Pass {
-    static constexpr int BLOCK_K = MX_CHUNK;
-    static constexpr bool SIDE_BY_SIDE = true;
-};
-struct MxWgrad : Mx {
-    static constexpr bool OVER_ROWS = true;
-    static constexpr int PRODUCERS = 2;
-};
-
-// A wgrad: its groups, and the scales of its operands.
-struct Wgrads : Groups {
-    const uint8_t *a, *b;  // (chunks, M) and (chunks, N)
-};
 
 enum { RUN = MX_RUN / MX_CHUNK };
 
@@ -125,8 +109,10 @@ struct ChannelScales {
     uint32_t now, next;  // scale bytes of the current and the next chunk
 
     __device__ __forceinline__ void begin(const WorkItem& item, const Tensors& t, int lane) {
-        M = t.M;
-        a = t.a + ((int64_t)(item.k / MX_CHUNK) * M + min(item.m + row_of_lane(item, lane), M - 1));
+        const Matrix& of = t.of(item);
+        M = of.M;
+        const int row = min(item.m - of.a + row_of_lane(item, lane), M - 1);
+        a = t.a + ((int64_t)of.a * t.chunks + (int64_t)(item.k / MX_CHUNK) * M + row);
         now = read(0, item.k_blocks);
         next = read(1, item.k_blocks);
     }
@@ -170,8 +156,9 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const Wgrads& t) {
         const WorkItem& item = s.items[at.index];
         const int k_blocks = item.k_blocks, to = lane / 4 * 16 + lane % 2 * 8 + lane / 2 % 2 * 2;
         if (k_blocks == 0) break;
-        const int N = t.N;
-        const uint8_t* from = t.b + ((int64_t)(item.k / MX_CHUNK) * N + min(item.n + 4 * lane, N - 4));
+        const Matrix& of = t.of(item);
+        const int N = of.N, column = min(item.n - of.b + 4 * lane, N - 4);
+        const uint8_t* from = t.b + ((int64_t)of.b * t.chunks + (int64_t)(item.k / MX_CHUNK) * N + column);
         const uint32_t first = *(const uint32_t*)from;
         uint32_t unit[4];
 #pragma unroll
@@ -299,12 +286,14 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
     auto write_part = [&](int part) {
         if (!item.store) return;
         const int row = part * SQUARE_SIDE + warp * 16;
-        const int m = item.m + row;
         if constexpr (Scales::BY_COLUMN) {
-            const int expert = item.expert, add = tensors.add;
-            write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, 16,
-                                    [&](const void* piece, int n) { tma_write(add, out, piece, n, m, expert); });
+            const Matrix& of = tensors.of(item);
+            const CUtensorMap* dw = out + tensors.map_of(item);
+            const int m = item.m - of.a + row, depth = tensors.depth_of(item), add = tensors.add;
+            write<Out, SQUARE_SIDE>(writer, d[part], item.n - of.b, of.N, 16,
+                                    [&](const void* piece, int n) { tma_write(add, dw, piece, n, m, depth); });
         } else {
+            const int m = item.m + row;
             write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, item.valid - row,
                                     [&](const void* piece, int n) { tma_store(out, piece, n, m); });
         }
@@ -368,12 +357,17 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
         &x, &w, &out, g, [&](Shared& s) { consume<floatX, SquareScales>(s, scales, &out, g.N); }, [](Shared&) {});
 }
 
+// TMA maps of the output: one for all experts, or one per matrix.
+struct Outputs {
+    CUtensorMap map[MX_MATRICES];
+};
+
 template <typename Out>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_mx_wgrad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ CUtensorMap x,
-                                 const __grid_constant__ CUtensorMap dw, const __grid_constant__ Wgrads g) {
-    run_block<MxWgrad>(
-        &dy, &x, &dw, g, [&](Shared& s) { consume<Out, ChannelScales>(s, g, &dw, g.N); },
+                                 const __grid_constant__ Outputs dw, const __grid_constant__ Wgrads g) {
+    run_block<MxWgrad, WgradScheduler>(
+        &dy, &x, dw.map, g, [&](Shared& s) { consume<Out, ChannelScales>(s, g, dw.map, g.N); },
         [&](Shared& s) { fill_column_scales(s, g); });
 }
 
@@ -412,10 +406,11 @@ static void wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int6
     if (has_block_scales(ctx)) return grouped_gemm_lt_mx_wgrad(dw, dy, x, length, r, IC, OC, add, ctx);
     const int64_t vectors = OC * IC * (int64_t)sizeof(Out) / (int64_t)sizeof(uint4);
     if (!add) launch_early(zero_without_rows, dim3(16, r.El), 256, 0, ctx, (uint4*)dw, r.group_rows, vectors);
-    Wgrads g = {groups_of(r, OC, IC, 0, ctx), dy.scale, x.scale};
+    Wgrads g = {groups_of(r, OC, IC, 0, ctx), dy.scale, x.scale, (int)(length / MX_CHUNK), 1};
+    g.list[0] = {(int)OC, (int)IC, 0, 0};
     g.add = add;
     launch(grouped_gemm_mx_wgrad_kernel<Out>, ctx, matrix_map(dy.q, 0, OC, length, BOX, ctx),
-           matrix_map(x.q, 0, IC, length, BOX, ctx), matrix_map(dw, r.El, OC, IC, 16, ctx), g);
+           matrix_map(x.q, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g);
 }
 
 void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
@@ -426,4 +421,25 @@ void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragg
 void grouped_gemm_mx_wgrad_rounded(floatX* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
                                    Ctx* ctx) {
     wgrad(dw, dy, x, length, r, IC, OC, 0, ctx);
+}
+
+void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged r, int accumulate,
+                    Ctx* ctx) {
+    ASSERT(r.El == 1 && count >= 1 && count <= MX_MATRICES && length % MX_CHUNK == 0 && length >= r.capacity);
+    if (r.capacity == 0 || has_block_scales(ctx)) return mx_one_by_one(list, count, dy, x, length, r, accumulate, ctx);
+
+    Wgrads g = {groups_of(r, list[0].OC, list[0].IC, 0, ctx), dy.scale, x.scale, (int)(length / MX_CHUNK), count};
+    g.add = accumulate;
+    Outputs outputs;
+    int64_t of_dy = 0, of_x = 0;
+    for (int i = 0; i < count; i++) {
+        const MxMatrix m = list[i];
+        ASSERT(m.IC > 0 && m.IC % MX_BLOCK == 0 && m.OC > 0 && m.OC % MX_BLOCK == 0);
+        g.list[i] = {(int)m.OC, (int)m.IC, (int)m.dy, (int)m.x};
+        outputs.map[i] = matrix_map(m.dw, 1, m.OC, m.IC, 16, ctx);
+        of_dy = max_i64(of_dy, m.dy + m.OC);
+        of_x = max_i64(of_x, m.x + m.IC);
+    }
+    launch(grouped_gemm_mx_wgrad_kernel<real>, ctx, matrix_map(dy.q, 0, of_dy, length, BOX, ctx),
+           matrix_map(x.q, 0, of_x, length, BOX, ctx), outputs, g);
 }

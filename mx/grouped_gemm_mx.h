@@ -45,3 +45,25 @@ void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragg
 // The same without accumulation: the sums are rounded once.
 void grouped_gemm_mx_wgrad_rounded(floatX* dw, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC,
                                    int64_t OC, Ctx* ctx);
+
+// Wgrad of several matrices over the rows of one group, in one call. On Hopper this is one launch, which fills the GPU
+// where a single matrix would not. The operands of all matrices are stored one after another, each as above. For matrix
+// m:
+//
+//   mx_from_channel(dy, m.dy, length)    mx_from_channel(x, m.x, length)
+typedef struct MxMatrix {
+    real* dw;  // (OC, IC)
+    int64_t OC, IC;
+    int64_t dy, x;  // its first channels in the operands
+} MxMatrix;
+enum { MX_MATRICES = 4 };
+void gemm_mx_wgrads(const MxMatrix* matrices, int count,  // at most MX_MATRICES
+                    MxBytes dy, MxBytes x, int64_t length, Ragged rows, int accumulate, Ctx* ctx);
+
+// The same with one launch per matrix, for backends without a common kernel.
+static inline void mx_one_by_one(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged rows,
+                                 int accumulate, Ctx* ctx) {
+    for (const MxMatrix* m = list; m < list + count; m++)
+        grouped_gemm_mx_wgrad(m->dw, mx_from_channel(dy, m->dy, length), mx_from_channel(x, m->x, length), length, rows,
+                              m->IC, m->OC, accumulate, ctx);
+}

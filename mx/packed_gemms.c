@@ -77,7 +77,7 @@ static void grouped_wgrad_packed(const Weight* w, Rows dy, Rows dy_memory, Rows 
         grouped_gemm_mx_wgrad(w->grad, dy.bytes, x.bytes, dy.count, r, w->IC, w->OC, w->accumulate, ctx);
 }
 
-// --- linear_ ---
+// --- linear_: wgrad of several weights in one launch ---
 
 // The place of a product's dy in the shared buffer: after those of the other products since the last wgrads.
 static MxBytes place_of_dy(LinearGradient* product, int64_t length) {
@@ -109,18 +109,33 @@ static int swiglu_backward_both(LinearGradient* product, Packed out, floatX* a, 
     return 1;
 }
 
-static void wgrad(LinearGradient* product, int64_t N, Ragged tokens, Ctx* ctx) {
-    const Weight* w = product->weight;
+static void wgrads(LinearGradient* products, int count, int64_t N, Ragged tokens, Ctx* ctx) {
     const int64_t length = mx_channel_length(N, 1, BACKEND);
-    const MxRecipe chunks = {w->wgrad->scale_rule, MX_CHUNK}, runs = {w->wgrad->scale_rule, MX_RUN};
-    const int packed = product->quantized_dy > 0;  // by dgrad
-    const MxBytes dy = place_of_dy(product, length), x = w->workspace->x.bytes;
-    if (!packed) mx_quantize_channels(dy, product->dy, length, tokens, w->OC, chunks, ctx);
-    mx_quantize_channels(x, product->x, length, tokens, w->IC, runs, ctx);
-    grouped_gemm_mx_wgrad(w->grad, dy, x, length, tokens, w->IC, w->OC, w->accumulate, ctx);
-    product->quantized_dy = 0;
+    GemmWorkspace* workspace = products->weight->workspace;
+    MxMatrix matrices[MX_MATRICES];
+    int n = 0, accumulate = 0;
+    int64_t of_x = 0;  // the next free channel of the shared x
+    for (LinearGradient* p = products; p < products + count; p++) {
+        const Weight* w = p->weight;
+        if (!format_packed(w->wgrad)) continue;
+        ASSERT(n < MX_MATRICES && (n == 0 || w->accumulate == accumulate));
+        accumulate = w->accumulate;
+
+        // dy is packed already if dgrad has done it.
+        const int packed = p->quantized_dy > 0;
+        const MxBytes dy = place_of_dy(p, length), x = mx_from_channel(workspace->x.bytes, of_x, length);
+        const MxRecipe chunks = {w->wgrad->scale_rule, MX_CHUNK}, runs = {w->wgrad->scale_rule, MX_RUN};
+        if (!packed) mx_quantize_channels(dy, p->dy, length, tokens, w->OC, chunks, ctx);
+        mx_quantize_channels(x, p->x, length, tokens, w->IC, runs, ctx);
+        const MxMatrix matrix = {w->grad, w->OC, w->IC, p->quantized_dy - 1, of_x};
+        matrices[n++] = matrix;
+        of_x += w->IC;
+        p->quantized_dy = 0;
+    }
+    gemm_mx_wgrads(matrices, n, workspace->dy.bytes, workspace->x.bytes, length, tokens, accumulate, ctx);
+    workspace->dy_used = 0;
 }
 
 const PackedGemms mxfp8_gemms = {mx_check,      weight_scales,          pack_weight, gemm,
                                  swiglu_packed, swiglu_backward_packed, wgrad_rows,  grouped_wgrad_packed,
-                                 pack_both,     swiglu_backward_both,   wgrad};
+                                 pack_both,     swiglu_backward_both,   wgrads};

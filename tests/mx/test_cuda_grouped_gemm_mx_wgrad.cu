@@ -241,12 +241,64 @@ static void test_against_values(void) {
     CHECK_CLOSE(by_bytes, TENSOR_TOLERANCE);
 }
 
+// Several matrices over the rows of one group: the same bits as one matrix after another, written or added to, and
+// nothing else.
+static void compare_matrices(int32_t rows, std::vector<std::pair<int64_t, int64_t>> sizes) {
+    Layout l({rows});
+    std::vector<MxMatrix> list;
+    int64_t of_dy = 0, of_x = 0, all = 0;
+    for (auto [OC, IC] : sizes) {
+        list.push_back({NULL, OC, IC, of_dy, of_x});
+        of_dy += OC, of_x += IC, all += OC * IC + 32;
+    }
+
+    // Column-wise operands of all matrices, one behind the other. Both outputs have gaps between the matrices.
+    const int64_t length = round_up(l.held, 128);
+    Bytes qdy(of_dy * length, 0x7f), sdy(of_dy * length / 128, MX_NAN), qx(of_x * length, 0x7f),
+        sx(of_x * length / 128, MX_NAN);
+    for (size_t i = 0; i < list.size(); i++) {
+        const MxMatrix& m = list[i];
+        Channels dy(l, l.reference(), m.OC, 128, 2 * i + 1), x(l, l.reference(), m.IC, 512, 2 * i + 2);
+        std::copy(dy.q.host.begin(), dy.q.host.end(), qdy.host.begin() + m.dy * length);
+        std::copy(dy.scale.host.begin(), dy.scale.host.end(), sdy.host.begin() + m.dy * (length / 128));
+        std::copy(x.q.host.begin(), x.q.host.end(), qx.host.begin() + m.x * length);
+        std::copy(x.scale.host.begin(), x.scale.host.end(), sx.host.begin() + m.x * (length / 128));
+    }
+    // All matrices in one call, and one by one.
+    for (Bytes* b : {&qdy, &sdy, &qx, &sx}) b->send();
+    Ragged r = l.device();
+    r.capacity = rows;
+    for (int accumulate : {0, 1}) {
+        R together(all, 5, 8.0), alone(all, 5, 8.0);
+        for (R* dw : {&together, &alone}) {
+            real* at = dw->dev;
+            for (MxMatrix& m : list) m.dw = at, at += m.OC * m.IC + 32;
+            auto call = dw == &together ? gemm_mx_wgrads : mx_one_by_one;
+            call(list.data(), (int)list.size(), {qdy.dev, sdy.dev}, {qx.dev, sx.dev}, length, r, accumulate, ctx);
+        }
+        const auto a = together.got(), b = alone.got();
+        CHECK(!memcmp(a.data(), b.data(), a.size() * sizeof(double)),
+              "%d rows, %zu matrices, accumulate %d: together is not one after another", rows, list.size(), accumulate);
+    }
+}
+
+static void test_matrices(void) {
+    for (int32_t rows : {1, 128, 300, 1000}) {
+        compare_matrices(rows, {{160, 96}});
+        compare_matrices(rows, {{32, 416}, {416, 32}, {288, 128}, {128, 160}});
+        compare_matrices(rows, {{128, 64}, {256, 256}, {96, 544}});
+    }
+    compare_matrices(3000, {{2048, 2048}, {4096, 512}, {3072, 2048}});
+    compare_matrices(513, {{2048, 2816}, {5632, 2048}});
+}
+
 // `small` is for compute-sanitizer.
 int main(int argc, char** argv) {
     if (device_available()) open_contexts(matmul_workspace());
     if (argc > 1 && !strcmp(argv[1], "small")) {
         compare({129, 0, 1, 130}, 96, 160);
         compare({1, 700, 128}, 160, 288);
+        compare_matrices(300, {{160, 96}, {96, 288}});
         return test_failures_here != 0;
     }
     if (ctx && grouped_gemm_mx_missing(ctx)) {
@@ -261,5 +313,6 @@ int main(int argc, char** argv) {
     RUN(test_repeats);
     RUN(test_nan_stays);
     RUN(test_against_values);
+    RUN(test_matrices);
     return test_summary();
 }

@@ -273,7 +273,7 @@ static void check_gradients(int64_t N, Way way) {
         weights[i].accumulate = 0, weights[i].workspace = &gemms;
         if (i != 2) {
             weights[i].format = weights[i].wgrad = format_of(way);
-            gemms.of_dy += OC;
+            gemms.of_dy += OC, gemms.of_x += IC;
         }
         weight_plan(&arena, &weights[i], 1);
         const LinearGradient gradient = {&weights[i], send(dy[i], N * OC), send(x[i], N * IC), 0};

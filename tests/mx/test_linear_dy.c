@@ -36,7 +36,7 @@ static void fast_weights(FastWeights* f) {
         f->w[i] = plain_weight(random_values(OC * IC, 60 + (uint32_t)i), dw, 1, OC, IC);
         f->w[i].accumulate = 0, f->w[i].workspace = &f->workspace;
         f->w[i].format = f->w[i].wgrad = format_of_id(FORMAT_MXFP8, MX_RCEIL);
-        f->workspace.of_dy += OC;
+        f->workspace.of_dy += OC, f->workspace.of_x += IC;
         weight_plan(&f->arena, &f->w[i], 1);
     }
     linear_plan(&f->arena, &f->workspace, 300, 1);
@@ -128,7 +128,7 @@ static void test_swiglu_backward(void) {
         real *dw = (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW"), *got[2];
         Weight w = plain_weight(random_values(OC * IC, 90), dw, 1, OC, IC);
         w.accumulate = 0, w.workspace = &workspace, w.format = w.wgrad = format_of_id(FORMAT_MXFP8, MX_RCEIL);
-        workspace.of_dy = OC;
+        workspace.of_dy = OC, workspace.of_x = IC;
         weight_plan(&arena, &w, 1);
         linear_plan(&arena, &workspace, MOST, 1);
         arena_allocate(&arena);
