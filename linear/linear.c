@@ -156,13 +156,13 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
     linear_dgrad(dx, product, N, 0, ctx);
 }
 
-// x (N, columns) as wgrad reads it: itself, or rounded along the tokens into `to`.
-static const floatX* wgrad_values(const floatX* x, const Rows* to, int64_t columns, const Format* wgrad, int64_t N,
-                                  Ctx* ctx) {
+// x (N, columns) as wgrad reads it: itself, or rounded along the tokens into the workspace's dy or x.
+static const floatX* wgrad_values(const Weight* w, int operand, const floatX* x, int64_t N, int64_t columns, Ctx* ctx) {
     const Ragged all = {.El = 1, .capacity = N};
-    if (!wgrad) return x;
-    wgrad->round_columns(wgrad, to->value, x, all, columns, ctx);
-    return to->value;
+    if (!w->wgrad) return x;
+    floatX* to = operand == STATS_DY ? w->workspace->dy.value : w->workspace->x.value;
+    w->wgrad->round_columns(w->wgrad, to, x, all, columns, ctx);
+    return to;
 }
 
 void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx) {
@@ -175,9 +175,8 @@ void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx) {
             continue;
         }
         // dW = dy^T x
-        matmul_wgrad(w->grad, wgrad_values(p->dy, &w->workspace->dy, w->OC, w->wgrad, N, ctx),
-                     wgrad_values(p->x, &w->workspace->x, w->IC, w->wgrad, N, ctx), N, w->IC, w->OC, w->accumulate,
-                     ctx);
+        matmul_wgrad(w->grad, wgrad_values(w, STATS_DY, p->dy, N, w->OC, ctx),
+                     wgrad_values(w, STATS_X, p->x, N, w->IC, ctx), N, w->IC, w->OC, w->accumulate, ctx);
     }
     if (packed) packed->wgrad->gemms->wgrads(products, count, N, tokens_of(packed, N), ctx);
 }

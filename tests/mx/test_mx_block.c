@@ -320,7 +320,7 @@ typedef struct Block {
 } Block;
 
 static const Format* format_of(int quantized, Precision p) {
-    return quantized ? format_of_id(p.expert && p.fast ? FORMAT_MXFP8 : FORMAT_MXFP8_EXACT, p.scale) : NULL;
+    return quantized ? format_of_id(p.expert && p.fast ? FORMAT_MXFP8 : FORMAT_MXFP8_EXACT, (MxScale)p.scale) : NULL;
 }
 
 static MoeShape shape_of(Widths d, Precision p, int recompute) {
@@ -333,7 +333,7 @@ static MoeShape shape_of(Widths d, Precision p, int recompute) {
                   recompute,
                   format_of(p.dispatch, p),
                   format_of(p.expert, p),
-                  p.combine ? format_of_id(FORMAT_MXFP8_EXACT, p.scale) : NULL,
+                  p.combine ? format_of_id(FORMAT_MXFP8_EXACT, (MxScale)p.scale) : NULL,
                   format_of(p.wgrad, p),
                   1,
                   0};
