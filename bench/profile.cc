@@ -58,7 +58,7 @@ const char* const classes[][2] = {
     {"balance_", "router"},
     {"push_kernel", "all-to-all"},
     {"ranks_kernel", "all-to-all"},
-    {"numbers_kernel", "all-to-all"},
+    {"route_kernel", "all-to-all"},
     {"choices_", "all-to-all"},
     {"quantize_kernel", "quantization"},
     {"channels_kernel", "quantization"},

@@ -124,8 +124,10 @@ class ResumeOptions(Case):
         losses = [step["loss"] for step in curve(out)]
         expected = [step["loss"] for step in curve(self.reference(23, tokens_per_step=128))]
         self.assertEqual((len(losses), losses[:20]), (23, expected[:20]))
-        for a, b in zip(losses[20:], expected[20:]):  # sums in another order
-            self.assertAlmostEqual(a, b, places=4)
+        # Sums in another order. In bf16 a logit may change by its last bit, 2^-9 of 3: a token's loss by 6e-3, the mean of
+        # 128 by 5e-4. Allowed: four times that. Other tokens would change it by 5e-2.
+        for a, b in zip(losses[20:], expected[20:]):
+            self.assertAlmostEqual(a, b, delta=2e-3 if pathlib.Path(PROGRAM).parent.name == "cuda" else 5e-5)
 
     def alone(self, *more, code=0, out="run"):
         """A resumed run with only the folder and `more` on its command line."""

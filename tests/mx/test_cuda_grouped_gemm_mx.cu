@@ -5,14 +5,14 @@
 // Allowed: 4e-4, and for a single row, where sums may cancel, 4e-3 (a wrong scale is off by half of its chunk at
 // least). y is rounded to bf16 after that: 2^-9 of an element at most, or 1.7e-3 of a norm. The bits that are cut off
 // must not bias the result: the mean error along the sign of the output stays under 5e-5 of a row's rms. Rounding to
-// bf16 has no bias: over 10,000 elements or more its mean is below 2e-5.
+// bf16 has no bias, but noise: its mean over 100,000 elements or more is below 1.1e-5 (three standard deviations).
 #include <cuda_fp8.h>
 
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mxfp8.h"
 #include "tests/ragged.cuh"
 
-static const double ROW_TOLERANCE = 4e-3 + 0x1p-9, TENSOR_TOLERANCE = 4e-4 + 1.7e-3, BIAS_TOLERANCE = 5e-5;
+static const double ROW_TOLERANCE = 4e-3 + 0x1p-9, TENSOR_TOLERANCE = 4e-4 + 1.7e-3, BIAS_TOLERANCE = 5e-5 + 1.1e-5;
 
 // Quantizes a block of elements (rows x columns inside a matrix) with one scale, RCEIL. Returns the scale.
 static uint8_t quantize(uint8_t* q, const real* x, int64_t rows, int64_t columns, int64_t stride) {
@@ -118,7 +118,7 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, bool transposed_sc
 
     const double bias = count ? fabs(along) / (double)count : 0;
     if (getenv("TEST_ERRORS")) printf("    bias %.3g of %.3g\n", bias, BIAS_TOLERANCE);
-    CHECK(bias <= BIAS_TOLERANCE || count < 10000, "y is off by %g towards one side", bias);
+    CHECK(bias <= BIAS_TOLERANCE || count < 100000, "y is off by %g towards one side", bias);
     if (test_failures_here > before)
         printf("    with IC %lld, OC %lld, %d experts, %lld rows\n", (long long)IC, (long long)OC, l.El(),
                (long long)l.end);
