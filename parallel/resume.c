@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "device/check.h"
@@ -26,20 +27,25 @@ static int newest_first(const void* a, const void* b) {
     return (x < y) - (x > y);
 }
 
-// For scandir.
-static int is_step(const struct dirent* entry) { return step_number(entry->d_name, "") >= 0; }
-
 int64_t* checkpoint_try_list(const char* out, int* count) {
-    struct dirent** entries;
-    *count = scandir(out, &entries, is_step, NULL);
-    if (*count < 0) return NULL;
-    int64_t* steps = (int64_t*)host_alloc((size_t)*count * sizeof(int64_t));
-    for (int i = 0; i < *count; i++) {
-        steps[i] = step_number(entries[i]->d_name, "");
-        free(entries[i]);
+    // readdir returns NULL at the end and on errors. Only errno differs, so it is 0 before each entry is read.
+    int64_t* steps = NULL;
+    *count = 0;
+    DIR* folder = opendir(out);
+    errno = folder ? 0 : errno;
+    for (struct dirent* entry; folder && (entry = readdir(folder)) != NULL; errno = 0) {
+        int64_t step = step_number(entry->d_name, "");
+        if (step < 0) continue;
+        steps = (int64_t*)realloc(steps, (size_t)(*count + 1) * sizeof(int64_t));
+        if (!steps) die(EXIT_FAILED, "out of host memory for the list of checkpoints");
+        steps[(*count)++] = step;
     }
-    free(entries);
-    qsort(steps, (size_t)*count, sizeof(int64_t), newest_first);
+    // A folder that cannot be read is an error, not an empty folder.
+    const int why = errno;
+    if (folder) closedir(folder);
+    if (why) *count = -1;
+    errno = why;
+    if (*count > 0) qsort(steps, (size_t)*count, sizeof(int64_t), newest_first);
     return steps;
 }
 

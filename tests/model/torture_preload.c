@@ -27,8 +27,6 @@
 #include <unistd.h>
 
 typedef enum { GO, FAIL, HALF } Turn;
-typedef int Filter(const struct dirent*);
-typedef int Order(const struct dirent**, const struct dirent**);
 
 static const char *below, *action, *named;
 static long at, chosen;
@@ -117,8 +115,6 @@ WRAP(int, open, (const char* path, int flags, mode_t mode), (path, flags, mode),
 WRAP(int, openat, (int fd, const char* path, int flags, mode_t mode), (fd, path, flags, mode), AT, MAKING, -1)
 WRAP(DIR*, opendir, (const char* path), (path), path, OPENING, NULL)
 WRAP(DIR*, fdopendir, (int fd), (fd), FD, OPENING, NULL)
-WRAP(int, scandir, (const char* path, struct dirent*** list, Filter* filter, Order* order), (path, list, filter, order), path,
-     OPENING, -1)
 WRAP(struct dirent*, readdir, (DIR* folder), (folder), path_of(dirfd(folder), NULL, room), READING, NULL)
 WRAP(ssize_t, read, (int fd, void* to, size_t n), (fd, to, n), FD, ERRORS(EIO, ESTALE, EINTR), -1)
 WRAP(ssize_t, pread, (int fd, void* to, size_t n, off_t from), (fd, to, n, from), FD, READING, -1)
