@@ -13,8 +13,7 @@
 static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name, const char* suffix, void* data,
                 int64_t at) {
     snprintf(tensor.name, sizeof(tensor.name), "%s%s", name, suffix);
-    const int64_t size = (int64_t)(tensor.weight ? sizeof(Master) : st_dtype_bytes(tensor.dtype));
-    tensor.data = data ? (char*)data + at * size : NULL;  // NULL: a model that is only used has no moments
+    tensor.data = (char*)data + at * (int64_t)(tensor.weight ? sizeof(Master) : st_dtype_bytes(tensor.dtype));
     file->tensors[file->count++] = tensor;
 }
 

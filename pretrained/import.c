@@ -13,7 +13,7 @@
 #include "device/check.h"
 #include "device/files.h"
 #include "device/values.h"
-#include "model/persist.h"
+#include "parallel/checkpoint.h"
 
 enum { FP8_BLOCK = 128 };
 static const int64_t READ_ELEMENTS = (int64_t)1 << 20;  // elements read at a time
@@ -121,29 +121,29 @@ static void read_values(Import* in, const SafeTensors* st, const StTensor* t, co
     }
 }
 
-// Copies this rank's slice of a tensor to the device.
-static void load(Import* in, const CheckpointTensor* to, Ctx* ctx) {
+// Copies a slice of a tensor of this name and shape to the device: master weights, or reals where weight is NULL.
+static void load(Import* in, const char* name, int rank, const int64_t* shape, Slice slice, void* to, floatX* weight,
+                 Ctx* ctx) {
     const SafeTensors* st;
-    const StTensor* t = find(in, to->name, &st);
-    if (!t) die(EXIT_USAGE, "--%s %s: tensor %s is missing", in->option, in->folder, to->name);
+    const StTensor* t = find(in, name, &st);
+    if (!t) die(EXIT_USAGE, "--%s %s: tensor %s is missing", in->option, in->folder, name);
     // The shape must be that of the parameter; the type may be any that read_values converts.
-    const bool matrix = to->rank == 2;
-    if (t->rank != to->rank || t->shape[0] != to->shape[0] || (matrix && t->shape[1] != to->shape[1]))
-        die(EXIT_USAGE, "%s: tensor %s is not %ld%s%s", st->path, to->name, to->shape[0], matrix ? " x " : " long",
-            matrix ? host_format("%ld", to->shape[1]) : "");
+    const bool fits = t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1]);
+    if (!fits)
+        die(EXIT_USAGE, "%s: tensor %s is not %ld%s%s", st->path, name, shape[0], rank == 2 ? " x " : " long",
+            rank == 2 ? host_format("%ld", shape[1]) : "");
     if (t->dtype != ST_F32 && t->dtype != ST_F16 && t->dtype != ST_BF16 && t->dtype != ST_F64 &&
-        !(t->dtype == ST_F8_E4M3 && matrix))
-        die(EXIT_USAGE, "%s: tensor %s is of no type that weights can have: F32, F16, BF16, F8_E4M3", st->path,
-            to->name);
+        !(t->dtype == ST_F8_E4M3 && rank == 2))
+        die(EXIT_USAGE, "%s: tensor %s is of no type that weights can have: F32, F16, BF16, F8_E4M3", st->path, name);
     float* scales = t->dtype == ST_F8_E4M3 ? read_scales(in, st, t) : NULL;
     // An empty slice reads nothing, but the tensor was checked.
-    for (int64_t at = 0; at < to->count; at += READ_ELEMENTS) {
-        const int64_t n = min_i64(to->count - at, READ_ELEMENTS);
-        read_values(in, st, t, scales, to->first + at, n);
-        if (to->weight)
-            masters_upload((Master*)to->data + at, to->weight + at, in->values, n, ctx);
+    for (int64_t at = 0; at < slice.count; at += READ_ELEMENTS) {
+        const int64_t n = min_i64(slice.count - at, READ_ELEMENTS);
+        read_values(in, st, t, scales, slice.first + at, n);
+        if (weight)
+            masters_upload((Master*)to + at, weight + at, in->values, n, ctx);
         else
-            device_upload((real*)to->data + at, in->values, (size_t)n * sizeof(real), ctx);
+            device_upload((real*)to + at, in->values, (size_t)n * sizeof(real), ctx);
     }
     free(scales);
 }
@@ -174,12 +174,27 @@ static void check_copy(Import* in, int layer, const char* copy, const char* of) 
     free(name);
 }
 
-// Loads this rank's slice of every tensor of a unit. Every rank looks up all tensors, so all see a missing one.
-static void load_unit(Import* in, Model* m, const Unit* u, const CheckpointFile* weights) {
-    for (int t = 0; t < weights->count; t++) {
-        // The router's biases are no weight. A model without selection bias has no such tensor, and they stay 0.
-        const CheckpointTensor* tensor = &weights->tensors[t];
-        if (tensor->weight || m->config.selection_bias) load(in, tensor, m->ctx);
+// Loads this rank's slice of every parameter of a unit. Every rank looks up all tensors, so all see a missing one.
+static void load_unit(Import* in, Model* m, int unit) {
+    const Unit* u = &m->units[unit];
+    int count;
+    NamedTensor* tensors = params_tensors(&m->config, &m->layout, unit, &count);
+    for (int i = 0; i < count; i++) {
+        const NamedTensor* t = &tensors[i];
+        const ParamBuffer* p = &u->buffer[t->buffer];
+        const Slice mine = tensor_slice(t, p->owned_from, p->owned);
+        const int64_t at = mine.count ? t->offset + mine.first - p->owned_from : 0;
+        load(in, t->name, t->rank, t->shape, mine, p->master + at, p->owned_weight + at, m->ctx);
+    }
+    free(tensors);
+
+    // The router's biases, which every rank holds whole. A model without selection bias has no such tensor, and its
+    // biases stay 0.
+    if (u->at[ROUTER] >= 0 && m->config.selection_bias) {
+        char* name = host_format("model.layers.%d.mlp.gate.e_score_correction_bias", u->layer);
+        const Slice all = {0, m->config.E};
+        load(in, name, 1, &m->config.E, all, m->bias + u->layer * m->config.E, NULL, m->ctx);
+        free(name);
     }
     if (u->kind != UNIT_MODULE) return;
     check_copy(in, u->layer, "embed_tokens.weight", "model.embed_tokens.weight");
@@ -197,12 +212,10 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
     if (checkpoint_check(world, folder, error, sizeof(error)) != 0) die(EXIT_FAILED, "--%s: %s", option, error);
 
     // All units: read, or initialized where the folder lacks an MTP module.
-    int file_count;
-    CheckpointFile* files = model_files(m, m->settings.optimizer, &file_count);
     for (int u = 0; u < params_units(&m->config); u++) {
         const int layer = m->units[u].layer;
         if (m->units[u].kind != UNIT_MODULE || has_module(&in, layer)) {
-            load_unit(&in, m, &m->units[u], &files[2 * u]);
+            load_unit(&in, m, u);
         } else {
             params_init_unit(m->units, u, &m->config, &m->layout, (uint64_t)m->settings.seed, m->ctx);
             printf("weights    layer %d, a module of --mtp, is not in the folder and is new\n", layer);
@@ -224,8 +237,9 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
                 die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.files[i]->path, tensor->name);
         }
     if (predicts_more) printf("weights    layers from %ld on are left out: they are MTP modules (--mtp)\n", layers);
+
     weights_changed(m->sharding, m->ctx);
-    model_files_free(files, file_count);
+
     for (int i = 0; i < in.count; i++) st_close(in.files[i]);
     free((void*)in.files);
     free(in.raw);
