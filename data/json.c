@@ -48,8 +48,12 @@ static void skip_space(Parser* p) {
 
 // Writes a character as UTF-8; returns the number of bytes.
 static int utf8_write(char* out, uint32_t code) {
+    if (code < 0x80) {
+        out[0] = (char)code;
+        return 1;
+    }
+    int n = code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
     static const unsigned char lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
-    int n = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
     for (int i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3f));
     out[0] = (char)(lead[n] | code);
     return n;

@@ -80,9 +80,9 @@ int sync_file(int fd, const char* path) {
 int sync_folder(const char* path) {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0) return -1;
-    int result = sync_file(fd, path);
-    close(fd);  // which leaves errno
-    return result;
+    int result = sync_file(fd, path), why = errno;
+    close(fd);
+    return result == 0 ? 0 : fails(why);
 }
 
 // O_NONBLOCK: if a FIFO takes the name between the two calls, the open does not wait.
@@ -123,11 +123,14 @@ char* read_file(const char* path, size_t limit, size_t* size) {
     int fd = open_file(path);
     if (fd < 0) return NULL;
     const int64_t bytes = lseek(fd, 0, SEEK_END);
-    char* text = (uint64_t)bytes <= limit ? (char*)host_alloc((size_t)bytes + 1) : NULL;
-    const int64_t got = text ? read_at(fd, text, bytes, 0) : fails(EFBIG);
+    const bool fits = (uint64_t)bytes <= limit;
+    char* text = fits ? (char*)host_alloc((size_t)bytes + 1) : NULL;
+    const int64_t got = fits ? read_at(fd, text, bytes, 0) : -1;
+    int why = fits ? errno : EFBIG;
     close(fd);
     if (got < 0) {
         free(text);
+        fails(why);
         return NULL;
     }
     if (size) *size = (size_t)got;
