@@ -137,6 +137,36 @@ char* read_file(const char* path, size_t limit, size_t* size) {
     return text;
 }
 
+// A POSIX record lock: it ends with its process, so a crash leaves no lock behind.
+int lock_file(const char* path) {
+    struct flock whole = {.l_type = F_WRLCK};  // length 0: to the end of the file
+    for (;;) {
+        // The lock: the system gives it to one process at a time.
+        int fd = open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
+        if (fd < 0) return -1;
+        int why = fcntl(fd, F_SETLK, &whole) == 0 ? 0 : errno == EACCES ? EAGAIN : errno;
+
+        // A file of another program is left unchanged.
+        char text[9] = "", host[64] = "";
+        const bool here = !why && is_open_as(fd, path);
+        if (here && read_at(fd, text, 8, 0) != 0 && strcmp(text, "process ") != 0) why = EEXIST;
+
+        // The name of the holder, for the error message of the next process.
+        gethostname(host, sizeof(host) - 1);
+        if (here && !why && ftruncate(fd, 0) == 0) dprintf(fd, "process %d on %s", (int)getpid(), host);
+        if (here && !why) return fd;
+        close(fd);
+        if (why) return fails(why);
+        // Its last holder has removed the file meanwhile, so this lock is on an unlinked file: retry.
+    }
+}
+
+void unlock_file(const char* path, int fd) {
+    // The name is removed only while it is still that of this file. Closing ends the lock.
+    if (is_open_as(fd, path)) unlink(path);
+    close(fd);
+}
+
 const char* file_error(int why) {
     if (why == ELOOP) return "it is a symbolic link, and these are not followed here: remove it";
     if (why == ENXIO) return "it is not a file";
