@@ -312,17 +312,16 @@ static char* read_model(Reader* r) {
     // Type and options.
     const Json* model = r->model;
     Bpe* bpe = r->t->bpe;
+    const char *prefix = json_text(model, "continuing_subword_prefix"),
+               *suffix = json_text(model, "end_of_word_suffix");
+    const Json* dropout = json_get(model, "dropout");
     bool untyped = !json_get(model, "type") && json_get(model, "merges");  // as early files are
     if (strcmp(type_of(model), "BPE") != 0 && !untyped)
         return host_format("model %.40s: it must be BPE", type_of(model));
-    // Options must be absent, false, 0 or empty.
-    static const char* const options[] = {"byte_fallback", "dropout", "continuing_subword_prefix",
-                                          "end_of_word_suffix"};
-    for (int i = 0; i < 4; i++) {
-        const Json* option = json_get(model, options[i]);
-        if (option && (option->number != 0 || (option->text && *option->text)))
-            return host_format("model.%s", options[i]);
-    }
+    if (flag(model, "byte_fallback", false)) return host_strdup("model.byte_fallback");
+    if (dropout && dropout->number != 0) return host_strdup("model.dropout");
+    if (prefix && *prefix) return host_strdup("model.continuing_subword_prefix");
+    if (suffix && *suffix) return host_strdup("model.end_of_word_suffix");
     if (r->names->repeats) return host_strdup("model.vocab with a token that is there twice");
 
     // The token of each byte, and the words that ignore the merges.

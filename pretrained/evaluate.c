@@ -82,7 +82,7 @@ double evaluate_loss(Model* m, Shards* shards) {
 }
 
 // Bytes of text a target, on average. 0: some id has no text, so bits a byte are unknown.
-double evaluate_bytes(const Settings* s, const Shards* shards, const Tokenizer* tokenizer) {
+double evaluate_bytes(const Settings* s, Shards* shards, const Tokenizer* tokenizer) {
     const int64_t T = s->seq_len, windows = evaluate_windows(s, shards);
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
     double bytes = 0;

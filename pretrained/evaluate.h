@@ -17,7 +17,7 @@ int64_t evaluate_windows(const Settings* settings, const Shards* shards);
 double evaluate_loss(Model* model, Shards* shards);
 // Mean bytes of text per token of these: loss / bytes / ln 2 is in bits a byte. 0 where the tokenizer does not know a
 // token.
-double evaluate_bytes(const Settings* settings, const Shards* shards, const Tokenizer* tokenizer);
+double evaluate_bytes(const Settings* settings, Shards* shards, const Tokenizer* tokenizer);
 
 // Scores of a file of multiple-choice questions.
 typedef struct ScoreRecord {

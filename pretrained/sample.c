@@ -7,15 +7,23 @@
 
 #include "device/check.h"
 #include "device/random.h"
-#include "pretrained/evaluate.h"
 
 enum { SAMPLE_STREAM = 0xFFFFFFFFu - 1 };  // apart from the streams of the weights (model/params.h)
 
+// Whether the first 64k tokens of the shards are bytes and their end of text alone.
+static bool are_bytes(const Shards* shards, const Settings* s) {
+    int64_t T = s->seq_len, windows = min_i64(shards_windows(shards), ceil_div(1 << 16, T)), largest = 0;
+    int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
+    for (int64_t i = 0; i < windows; i++) {
+        shards_read(shards, i, (int32_t)s->model.V, ids, ids + T);
+        for (int64_t t = 0; t < T; t++) largest = max_i64(largest, ids[t]);
+    }
+    free(ids);
+    return largest <= 256;
+}
+
 Tokenizer* sample_tokenizer(const Settings* s, const Shards* train) {
-    // Without --tokenizer, tokens are bytes if bytes and their end of text are all that the first windows have.
-    Tokenizer* bytes = tokenizer_open("");
-    const bool known = *s->tokenizer || s->model.V <= 257 || (train && evaluate_bytes(s, train, bytes) > 0);
-    tokenizer_close(bytes);
+    const bool known = *s->tokenizer || s->model.V <= 257 || (train && are_bytes(train, s));
     return tokenizer_open(known ? s->tokenizer : NULL);
 }
 
