@@ -38,6 +38,8 @@ static void open_source(Import* in, const char* name) {
     if (strchr(name, '/')) die(EXIT_USAGE, "--%s %s: the index names a file outside: %s", in->option, in->folder, name);
     SafeTensors* st = st_open(path_of("%s/%s", in->folder, name).text, error, sizeof(error));
     if (!st) die(EXIT_USAGE, "--%s %s: %s", in->option, in->folder, error);
+    in->files = (SafeTensors**)realloc(in->files, (size_t)(in->count + 1) * sizeof(SafeTensors*));
+    if (!in->files) die(EXIT_FAILED, "out of host memory for the list of files");
     in->files[in->count++] = st;
 }
 
@@ -50,12 +52,14 @@ static void open_sources(Import* in) {
     if (access(path_of("%s/model.safetensors", in->folder).text, F_OK) != 0 &&
         !(text = read_file(path.text, INDEX_LIMIT, &size)) && errno != ENOENT)
         die(EXIT_USAGE, "--%s: %s: %s", in->option, path.text, file_error(errno));
-    Json* json = text ? json_parse(text, size, error, sizeof(error)) : NULL;
-    const Json* map = json_get(json, "weight_map");
-    in->files = (SafeTensors**)host_alloc((size_t)(json_count(map) + 1) * sizeof(SafeTensors*));
-    if (!text) open_source(in, "model.safetensors");
-    if (text && !map) die(EXIT_USAGE, "--%s: %s: %s", in->option, path.text, json ? "it has no weight_map" : error);
-    for (const Json* entry = map ? map->child : NULL; entry; entry = entry->next) {
+    if (!text) {
+        open_source(in, "model.safetensors");
+        return;
+    }
+    Json* json = json_parse(text, size, error, sizeof(error));
+    const Json* map = json ? json_get(json, "weight_map") : NULL;
+    if (!map) die(EXIT_USAGE, "--%s: %s: %s", in->option, path.text, json ? "it has no weight_map" : error);
+    for (const Json* entry = map->child; entry; entry = entry->next) {
         if (entry->type != JSON_STRING)
             die(EXIT_USAGE, "--%s: %s: %s names no file", in->option, path.text, entry->key);
         open_source(in, entry->text);
@@ -148,30 +152,34 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
     free(scales);
 }
 
-// Whether the folder has an MTP module as this layer: one with an eh_proj.
-static bool has_module(Import* in, int64_t layer) {
-    const SafeTensors* st;
-    char* mark = host_format("model.layers.%ld.eh_proj.weight", layer);
-    const bool found = find(in, mark, &st) != NULL;
-    free(mark);
+// Whether the folder has a tensor of this layer.
+static bool has_layer(const Import* in, int layer) {
+    char* prefix = host_format("model.layers.%d.", layer);
+    bool found = false;
+    for (int i = 0; i < in->count; i++)
+        for (int t = 0; t < in->files[i]->count; t++)
+            found |= strncmp(in->files[i]->tensors[t].name, prefix, strlen(prefix)) == 0;
+    free(prefix);
     return found;
 }
 
-// A module's copy of a tensor of the main model, where there is one: it must be the same. The first elements tell.
-static void check_copy(Import* in, int layer, const char* copy, const char* of) {
+// A module's copy of a tensor of the main model, where there is one: it must be the same. Each rank compares a share.
+static void check_copy(Import* in, const Layout* l, int layer, const char* copy, const char* of) {
     const SafeTensors *st = NULL, *main = NULL;
-    char* name = host_format("model.layers.%d.%s", layer, copy);
+    char *name = host_format("model.layers.%d.%s", layer, copy),
+         *other = (char*)host_alloc((size_t)READ_ELEMENTS * sizeof(double));
     const StTensor *t = find(in, name, &st), *original = find(in, of, &main);
-    if (t && original) {
-        const int64_t n = min_i64(t->shape[0] * t->shape[1], READ_ELEMENTS / 2);
-        char* other = in->raw + n * (int64_t)sizeof(double);
-        bool same = t->dtype == original->dtype && t->bytes == original->bytes;
-        if (same) read_raw(st, t, 0, n, in->raw);
-        if (same) read_raw(main, original, 0, n, other);
-        if (!same || memcmp(in->raw, other, (size_t)n * st_dtype_bytes(t->dtype)) != 0)
-            die(EXIT_USAGE, "%s: tensor %s is not the same as %s, which modules of --mtp share", st->path, name, of);
+    const int64_t n = t && original ? original->shape[0] * original->shape[1] : 0, end = n * (l->rank + 1) / l->ranks;
+    bool same = !n || (t->dtype == original->dtype && t->bytes == original->bytes);
+    for (int64_t at = n * l->rank / l->ranks; same && at < end; at += READ_ELEMENTS) {
+        const int64_t count = min_i64(end - at, READ_ELEMENTS);
+        read_raw(st, t, at, count, in->raw);
+        read_raw(main, original, at, count, other);
+        same = memcmp(in->raw, other, (size_t)count * st_dtype_bytes(t->dtype)) == 0;
     }
+    if (!same) die(EXIT_USAGE, "%s: tensor %s is not the same as %s, which modules of --mtp share", st->path, name, of);
     free(name);
+    free(other);
 }
 
 // Loads this rank's slice of every parameter of a unit. Every rank looks up all tensors, so all see a missing one.
@@ -197,8 +205,19 @@ static void load_unit(Import* in, Model* m, int unit) {
         free(name);
     }
     if (u->kind != UNIT_MODULE) return;
-    check_copy(in, u->layer, "embed_tokens.weight", "model.embed_tokens.weight");
-    check_copy(in, u->layer, "shared_head.head.weight", "lm_head.weight");
+    check_copy(in, &m->layout, u->layer, "embed_tokens.weight", "model.embed_tokens.weight");
+    check_copy(in, &m->layout, u->layer, "shared_head.head.weight", "lm_head.weight");
+}
+
+// Whether a tensor is of an MTP module behind the model's layers: one with an eh_proj. A block there would be lost.
+static bool of_other_module(Import* in, const char* name, int64_t layers) {
+    int64_t layer;
+    const SafeTensors* st;
+    if (sscanf(name, "model.layers.%ld.", &layer) != 1 || layer < layers) return false;
+    char* mark = host_format("model.layers.%ld.eh_proj.weight", layer);
+    const bool found = find(in, mark, &st) != NULL;
+    free(mark);
+    return found;
 }
 
 // `option` named the folder.
@@ -214,7 +233,7 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
     // All units: read, or initialized where the folder lacks an MTP module.
     for (int u = 0; u < params_units(&m->config); u++) {
         const int layer = m->units[u].layer;
-        if (m->units[u].kind != UNIT_MODULE || has_module(&in, layer)) {
+        if (m->units[u].kind != UNIT_MODULE || has_layer(&in, layer)) {
             load_unit(&in, m, u);
         } else {
             params_init_unit(m->units, u, &m->config, &m->layout, (uint64_t)m->settings.seed, m->ctx);
@@ -222,17 +241,14 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
         }
     }
 
-    // Tensors of the folder that no parameter asked for. A block behind the model's layers that is no module would be
-    // lost.
+    // Tensors of the folder that no parameter asked for.
     const int64_t layers = config_blocks(&m->config);
-    int64_t layer;
     bool predicts_more = false;
     for (int i = 0; i < in.count; i++)
         for (int t = 0; t < in.files[i]->count; t++) {
             const StTensor* tensor = &in.files[i]->tensors[t];
             if (tensor->used || strstr(tensor->name, ".rotary_emb.inv_freq")) continue;
-            predicts_more =
-                sscanf(tensor->name, "model.layers.%ld.", &layer) == 1 && layer >= layers && has_module(&in, layer);
+            predicts_more = of_other_module(&in, tensor->name, layers);
             if (!predicts_more)
                 die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.files[i]->path, tensor->name);
         }
