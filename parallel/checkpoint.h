@@ -91,6 +91,5 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* recor
 int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* manifest, const CheckpointFile* files,
                     int count, Ctx* ctx, char* error, size_t error_size);
 
-// Checks config.json and the weights of a folder in the same way if it is a checkpoint: without a manifest there is
-// nothing to check.
-int checkpoint_check(Ranks* world, const char* folder, char* error, size_t error_size);
+// Checks files of a folder in the same way if it is a checkpoint: without a manifest there is nothing to check.
+int checkpoint_check(Ranks* world, const char* folder, const char** names, int count, char* error, size_t error_size);

@@ -105,6 +105,16 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
     return NULL;
 }
 
+// The manifest's entry of a file; NULL: it is not listed.
+static const Json* file_entry(const Json* manifest, const char* name) {
+    const Json* list = json_get(manifest, "files");
+    for (const Json* e = list ? list->child : NULL; e; e = e->next) {
+        const char* text = json_text(e, "name");
+        if (text && strcmp(text, name) == 0) return e;
+    }
+    return NULL;
+}
+
 // Cross-rank agreement. Returns 0 if no rank has a reason. Else it returns -1 on all ranks, and `error` gets the reason
 // of the first rank that has one. Frees `why`.
 static int agree(Ranks* world, char* why, char* error, size_t error_size) {
@@ -117,6 +127,7 @@ static int agree(Ranks* world, char* why, char* error, size_t error_size) {
 
 // Compares size and CRC-32 of a file with its entry in the manifest.
 static char* check_file(const char* path, const Json* entry) {
+    if (!entry) return host_format("%s: the manifest does not list it", path);
     const int fd = open_file(path);
     if (fd < 0) return host_format("%s: %s", path, file_error(errno));
 
@@ -138,23 +149,30 @@ static char* check_file(const char* path, const Json* entry) {
     return host_format("%s: altered (its CRC-32 is %lu, the manifest says %ld)", path, crc, want);
 }
 
-// Whether a file is the configuration, or has weights.
-static bool of_model(const char* name) {
-    return strcmp(name, "config.json") == 0 || (strstr(name, ".safetensors") && !strstr(name, ".adam."));
+// Checks files of a folder. Each rank reads a contiguous part of the list, so the first rank with a reason has the
+// first bad file.
+static char* check_files(Ranks* world, const char* folder, const Json* manifest, const char** names, int count) {
+    const int ranks = ranks_count(world), rank = ranks_index(world);
+    char* why = NULL;
+    for (int i = count * rank / ranks; i < count * (rank + 1) / ranks && !why; i++)
+        why = check_file(path_of("%s/%s", folder, names[i]).text, file_entry(manifest, names[i]));
+    return why;
 }
 
-// Checks the files that the manifest lists. Each rank reads a contiguous part of the list, so the first rank with a
-// reason has the first bad file. model_only: only those of of_model.
-static char* check_files(Ranks* world, const char* folder, const Json* manifest, bool model_only) {
-    const Json *list = json_get(manifest, "files"), *e = list ? list->child : NULL;
-    const int64_t count = json_count(list), ranks = ranks_count(world), rank = ranks_index(world);
-    char* why = NULL;
-    for (int64_t i = 0; i < count * (rank + 1) / ranks && !why; i++, e = e->next) {
-        const char* name = json_text(e, "name") ? json_text(e, "name") : "";
-        if (i >= count * rank / ranks && (!model_only || of_model(name)))
-            why = check_file(path_of("%s/%s", folder, name).text, e);
+// The files of the checkpoint, in fresh memory: the tensor files, then the others that the manifest lists.
+static const char** list_files(const Json* manifest, const CheckpointFile* files, int count, int* all) {
+    const Json* list = json_get(manifest, "files");
+    const char** names = (const char**)host_alloc((size_t)(count + json_count(list)) * sizeof(char*));
+    *all = 0;
+    for (int i = 0; i < count; i++) names[(*all)++] = files[i].name;
+    for (const Json* e = list ? list->child : NULL; e; e = e->next) {
+        const char* name = json_text(e, "name");
+        // A name with a slash would lead out of the folder: a damaged manifest may have one.
+        int i = 0;
+        while (i < count && name && strcmp(name, files[i].name) != 0) i++;
+        if (i == count && name && !strchr(name, '/')) names[(*all)++] = name;
     }
-    return why;
+    return names;
 }
 
 // Loads this rank's slice of a tensor.
@@ -207,13 +225,16 @@ int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* man
     // From here each check runs only if the one before it found all good. All ranks get the same result.
     Path path = step_path(out, step, "");
     const char* folder = path.text;
+    int all_files;
+    const char** names = list_files(manifest, files, count, &all_files);
     int result = agree(world, manifest ? NULL : host_strdup(error), error, error_size);
-    if (result == 0) result = agree(world, check_files(world, folder, manifest, false), error, error_size);
+    if (result == 0) result = agree(world, check_files(world, folder, manifest, names, all_files), error, error_size);
     if (result == 0) result = agree(world, load_files(folder, files, count, ctx), error, error_size);
+    free((void*)names);
     return result;
 }
 
-int checkpoint_check(Ranks* world, const char* folder, char* error, size_t error_size) {
+int checkpoint_check(Ranks* world, const char* folder, const char** names, int count, char* error, size_t error_size) {
     Path path = path_of("%s/manifest.json", folder);
     // Folders without a manifest are accepted: rank 0 decides, so that all ranks do the same.
     bool there = access(path.text, F_OK) == 0;
@@ -225,7 +246,7 @@ int checkpoint_check(Ranks* world, const char* folder, char* error, size_t error
     char *why = read_manifest(path.text, &manifest), *named = why ? host_format("%s: %s", path.text, why) : NULL;
     free(why);
     int result = agree(world, named, error, error_size);
-    if (result == 0) result = agree(world, check_files(world, folder, manifest, true), error, error_size);
+    if (result == 0) result = agree(world, check_files(world, folder, manifest, names, count), error, error_size);
     json_free(manifest);
     return result;
 }

@@ -68,6 +68,17 @@ static void open_sources(Import* in) {
     free(text);
 }
 
+// That a checkpoint's files are as they were written.
+static void check_sources(const Import* in, Ranks* world) {
+    char error[512];
+    const char** names = (const char**)host_alloc((size_t)(in->count + 1) * sizeof(char*));
+    for (int i = 0; i < in->count; i++) names[i] = strrchr(in->files[i]->path, '/') + 1;
+    names[in->count] = "config.json";
+    if (checkpoint_check(world, in->folder, names, in->count + 1, error, sizeof(error)) != 0)
+        die(EXIT_FAILED, "--%s: %s", in->option, error);
+    free((void*)names);
+}
+
 // The tensor of this name and the source that holds it, or NULL.
 static const StTensor* find(Import* in, const char* name, const SafeTensors** st) {
     for (int i = 0; i < in->count; i++) {
@@ -222,13 +233,12 @@ static bool of_other_module(Import* in, const char* name, int64_t layers) {
 
 // `option` named the folder.
 static void import_weights(Model* m, Ranks* world, const char* option, const char* folder) {
-    // The files, which must be as they were written if it is a checkpoint, and chunks of host memory.
-    char error[512];
+    // The files, and chunks of host memory.
     Import in = {.option = option, .folder = folder};
     in.raw = (char*)host_alloc((size_t)READ_ELEMENTS * sizeof(double));
     in.values = (real*)host_alloc((size_t)READ_ELEMENTS * sizeof(real));
     open_sources(&in);
-    if (checkpoint_check(world, folder, error, sizeof(error)) != 0) die(EXIT_FAILED, "--%s: %s", option, error);
+    check_sources(&in, world);
 
     // All units: read, or initialized where the folder lacks an MTP module.
     for (int u = 0; u < params_units(&m->config); u++) {

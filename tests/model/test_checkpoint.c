@@ -477,9 +477,9 @@ static void other_tensors_are_refused(void) {
         check_refused(s, file_names[1], "tensor a.weight is of another shape");
         matrix->rank = 2;
     }
-    // A file that is not there is reported after one that is bad.
+    // A file that the manifest does not list is reported after one that is bad.
     s->files[2].name[0] = 'B';
-    check_refused(s, "Block_002.safetensors", "No such file");
+    check_refused(s, "Block_002.safetensors", "the manifest does not list it");
     size_t size;
     char* good = damage(1, MIDDLE, &size);
     check_refused(s, file_names[1], "altered");

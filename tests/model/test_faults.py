@@ -34,6 +34,11 @@ class Checkpoints(Case):
             shutil.rmtree(checkpoint)
             checkpoint.write_text("")
             return "manifest.json: Not a directory"
+        if fault == "entry missing":
+            changed = manifest(checkpoint)
+            changed["files"] = [entry for entry in changed["files"] if entry["name"] != block.name]
+            write_manifest(checkpoint, changed)
+            return "block_002.safetensors: the manifest does not list it"
         if fault == "tensor missing":
             block.write_bytes(block.read_bytes().replace(b"kv_b_proj", b"kv_c_proj"))
             write_manifest(checkpoint, manifest(checkpoint))
@@ -56,7 +61,7 @@ class Checkpoints(Case):
 
     FAULTS = [f"{kind} {file}" for file in ("block", "moments", "manifest")
               for kind in ("truncated", "empty", "altered", "head-altered", "missing")]
-    FAULTS += ["longer block", "altered config", "tensor missing", "folder renamed", "folder emptied",
+    FAULTS += ["longer block", "altered config", "entry missing", "tensor missing", "folder renamed", "folder emptied",
                "folder is a file"]
 
     def test_faults(self):
