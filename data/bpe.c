@@ -12,6 +12,9 @@
 // Text without characters from here on does not change under normalization to NFC.
 static const uint32_t FIRST_COMBINING = 0x300;
 
+// Seconds after which no new search begins. A text of a megabyte takes about one.
+static const double SEARCH_SECONDS = 5;
+
 // An entry of the hash table of merges.
 struct Pair {
     int32_t left, right;   // left -1: a free entry
@@ -90,6 +93,7 @@ typedef struct Encoding {
     const Bpe* bpe;
     int32_t* ids;
     int64_t capacity, n;
+    double until;  // by host_seconds: the last moment for a search
     char* why;
     size_t why_size;
 } Encoding;
@@ -130,8 +134,12 @@ static bool encode_piece(Encoding* e, int cut, const char* text, size_t length) 
     size_t at = 0, done = 0, from, to;  // text before `done` is encoded
     int found;
     while (at < length && (found = pattern_find(by->pattern, text, length, at, &from, &to)) != 0) {
-        if (found < 0) {
-            snprintf(e->why, e->why_size, "a pattern of the tokenizer cannot be applied to this text");
+        if (found == -1 || host_seconds() > e->until) {
+            snprintf(e->why, e->why_size, "a pattern of the tokenizer takes too long for this text");
+            return false;
+        }
+        if (found == -2) {
+            snprintf(e->why, e->why_size, "a pattern of the tokenizer matches text before the place of its search");
             return false;
         }
         if (by->keeps_rest && !encode_piece(e, cut + 1, text + done, from - done)) return false;
@@ -183,6 +191,6 @@ int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t capac
     }
 
     // Encode, with the added tokens of the first round at the top.
-    Encoding e = {bpe, ids, capacity, 0, why, why_size};
+    Encoding e = {bpe, ids, capacity, 0, host_seconds() + SEARCH_SECONDS, why, why_size};
     return encode_around(&e, 0, text, length) ? e.n : -1;
 }
