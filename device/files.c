@@ -137,33 +137,60 @@ char* read_file(const char* path, size_t limit, size_t* size) {
     return text;
 }
 
+// Reads the text of a lock. Whether it is lock_file's: "process 17 on host", and no more.
+static bool is_holder(int fd, char text[256]) {
+    int64_t n = read_at(fd, text, 255, 0);
+    int host = 0;
+    text[n > 0 ? n : 0] = 0;
+    return sscanf(text, "process %*d on %n", &host) == 0 && host > 0 && strcspn(text, "\n") == (size_t)n && n < 255;
+}
+
 // A POSIX record lock: it ends with its process, so a crash leaves no lock behind.
 int lock_file(const char* path) {
     struct flock whole = {.l_type = F_WRLCK};  // length 0: to the end of the file
     for (;;) {
-        // The lock: the system gives it to one process at a time.
-        int fd = open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
+        // A new file, or the one that is there.
+        if (is_link(path)) return fails(ELOOP);
+        int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        const bool made = fd >= 0;
+        if (!made && errno == EEXIST) {
+            fd = open(path, O_RDWR | O_NOFOLLOW | O_CLOEXEC);
+            if (fd < 0 && errno == ENOENT) continue;  // its holder has just removed it
+        }
         if (fd < 0) return -1;
-        int why = fcntl(fd, F_SETLK, &whole) == 0 ? 0 : errno == EACCES ? EAGAIN : errno;
+
+        // The lock: the system gives it to one process at a time.
+        if (fcntl(fd, F_SETLK, &whole) != 0) {
+            int why = errno;
+            close(fd);
+            return fails(why == EACCES ? EAGAIN : why);
+        }
+
+        // Its last holder may have removed the file meanwhile. Then this lock is on an unlinked file: retry.
+        if (!is_open_as(fd, path)) {
+            close(fd);
+            continue;
+        }
 
         // A file of another program is left unchanged.
-        char text[9] = "", host[64] = "";
-        const bool here = !why && is_open_as(fd, path);
-        if (here && read_at(fd, text, 8, 0) != 0 && strcmp(text, "process ") != 0) why = EEXIST;
+        char text[256], host[64] = "";
+        const bool left = is_holder(fd, text);  // by a run that was killed
+        if (!left && *text) {
+            close(fd);
+            return fails(EEXIST);
+        }
 
         // The name of the holder, for the error message of the next process.
         gethostname(host, sizeof(host) - 1);
-        if (here && !why && ftruncate(fd, 0) == 0) dprintf(fd, "process %d on %s", (int)getpid(), host);
-        if (here && !why) return fd;
-        close(fd);
-        if (why) return fails(why);
-        // Its last holder has removed the file meanwhile, so this lock is on an unlinked file: retry.
+        if ((made || left) && ftruncate(fd, 0) == 0) dprintf(fd, "process %d on %s", (int)getpid(), host);
+        return fd;
     }
 }
 
 void unlock_file(const char* path, int fd) {
-    // The name is removed only while it is still that of this file. Closing ends the lock.
-    if (is_open_as(fd, path)) unlink(path);
+    char text[256];
+    // The name is removed only while it is still that of this file, and the file this program's. Closing ends the lock.
+    if (is_holder(fd, text) && is_open_as(fd, path)) unlink(path);
     close(fd);
 }
 

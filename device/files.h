@@ -41,7 +41,8 @@ char* read_file(const char* path, size_t limit, size_t* size);
 
 // Takes an exclusive lock. It also excludes processes of other machines, if the file system supports locks. It ends
 // with this process or with unlock_file, which removes the file. Returns a descriptor, or -1: EAGAIN if another process
-// has the lock. The file then holds its name. A file with another text is refused (EEXIST).
+// has the lock. The file then holds its name. An empty file that was there is locked, and never written or removed; one
+// with another text is refused (EEXIST).
 int lock_file(const char* path);
 void unlock_file(const char* path, int fd);
 

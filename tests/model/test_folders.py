@@ -357,13 +357,14 @@ class Processes(Case):
 
     def test_a_lock_of_another_program(self):
         (self.dir / "run").mkdir()
-        for text in ("important", "mine"):
+        for text in ("important", "process data", "process 7 on node1\nmine"):
             (self.dir / "run/.lock").write_text(text)
             done = self.train(1, out="run", steps=3)
             self.assertIn("run/.lock is not a lock of this program", done.stderr)
             self.assertEqual((self.dir / "run/.lock").read_text(), text)
         (self.dir / "run/.lock").write_text("")
         self.train(out="run", steps=3)
+        self.assertEqual((self.dir / "run/.lock").read_text(), "")
 
     def test_a_killed_run_holds_no_lock(self):
         with self.start(out="run") as first:
