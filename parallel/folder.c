@@ -2,6 +2,7 @@
 #include "parallel/folder.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -29,7 +30,7 @@ static void lock_folder(Folder* f, const char* out) {
 }
 
 Folder folder_open(const char* out, int resume) {
-    Folder f;
+    Folder f = {.path = path_of("%s", out)};
     int count;
     if (strlen(out) + CHECKPOINT_NAMES >= sizeof(Path))
         die(EXIT_USAGE, "--out is %zu bytes long, and its files need names of %d more: at most %zu are possible",
@@ -38,6 +39,7 @@ Folder folder_open(const char* out, int resume) {
     if (make_folders(out) != 0 || access(out, W_OK) != 0)
         die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", out, strerror(errno));
     lock_folder(&f, out);
+    f.fd = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 
     // A new run must not mix with an earlier one: checkpoints or a log need --resume.
     free(checkpoint_list(out, &count));
@@ -49,14 +51,19 @@ Folder folder_open(const char* out, int resume) {
 }
 
 void folder_check(const Folder* f) {
-    if (f && f->lock >= 0 && !is_open_as(f->lock, f->lock_path.text))
+    if (f->fd >= 0 && !is_open_as(f->fd, f->path.text))
         die(EXIT_FAILED,
-            "%s, the lock of this run, or its folder was removed, renamed or replaced: another run may be in the "
-            "folder "
-            "of this name, so nothing is written or removed there; --resume goes on from its newest checkpoint",
+            "--out %s is another folder than at the start of this run, which was removed or renamed: nothing is "
+            "written or removed there",
+            f->path.text);
+    if (f->lock >= 0 && !is_open_as(f->lock, f->lock_path.text))
+        die(EXIT_FAILED,
+            "%s, the lock of this run, was removed or replaced: another run may be in this folder, so nothing is "
+            "written or removed there; --resume goes on from its newest checkpoint",
             f->lock_path.text);
 }
 
 void folder_close(const Folder* f) {
     if (f->lock >= 0) unlock_file(f->lock_path.text, f->lock);
+    if (f->fd >= 0) close(f->fd);
 }

@@ -316,7 +316,7 @@ class Processes(Case):
                 first.send_signal(signal.SIGTERM)
                 _, stderr = first.communicate(timeout=60)
                 self.assertEqual(first.returncode, 1)
-                self.assertIn("run/.lock, the lock of this run, or its folder was removed, renamed or replaced", stderr)
+                self.assertIn("--out run is another folder than at the start of this run", stderr)
                 self.assertEqual(sorted(path.name for path in (self.dir / "run").iterdir()), there)
                 self.assertIn("step_00000010", there)
                 shutil.rmtree(self.dir / "run")
@@ -335,7 +335,7 @@ class Processes(Case):
                 first.send_signal(signal.SIGCONT)
                 _, stderr = first.communicate(timeout=60)
                 self.assertEqual(first.returncode, 1)
-                self.assertIn("run/.lock, the lock of this run, or its folder was removed, renamed or replaced", stderr)
+                self.assertIn("run/.lock, the lock of this run, was removed or replaced: another run may be in", stderr)
                 self.assertEqual(snapshot(self.dir / "run"), there)
                 shutil.rmtree(self.dir / "run")
 
