@@ -33,7 +33,7 @@ typedef struct SavedFile {
 struct Saver {
     Ranks* group;  // the world, with messages of its own
     char* out;
-    const Folder* held;  // rank 0: `out` as it was locked, checked before each change in it
+    const Folder* held;  // rank 0: `out` as it was at the start
     int keep;
     SavedFile texts[8];  // of saver_add_text
     int text_count;
@@ -76,20 +76,23 @@ Saver* saver_create(Ranks* world, const char* out, int keep, const Folder* held)
     s->keep = keep;
     s->held = held;
 
-    // A folder that the hosts do not share is detected now, not at the first save: rank 0 makes a folder in it that the
-    // others must see. Its name is new each time, because file systems may cache that an old name did not exist. It has
-    // the form of an unfinished save: if this run is killed here, the next one removes it.
+    // A folder that the hosts do not share is detected now, not at the first save: rank 0 makes a file that the others
+    // must see. Its name is new each time, because file systems may cache that an old name did not exist. It has the
+    // form of an unfinished save: if this run is killed here, the next one removes the file.
     int64_t id = getpid();
     ranks_broadcast(world, &id, sizeof(id), 0);
     Path probe = step_path(out, id, ".tmp");
-    const bool leads = ranks_index(world) == 0;
-    if (leads) sweep(out);
-    if (leads && make_folders(probe.text) != 0) die(EXIT_FAILED, "cannot create %s: %s", probe.text, strerror(errno));
-    // The folder exists before any rank looks, and stays until all have looked.
+    int fd = -1;
+    if (ranks_index(world) == 0) {
+        if (make_folders(out) == 0) sweep(out), fd = create_file(probe.text);
+        if (fd < 0) die(EXIT_FAILED, "cannot create %s: %s", probe.text, file_error(errno));
+        close(fd);
+    }
+    // The file exists before any rank looks, and stays until all have looked.
     ranks_barrier(world);
     bool there = access(probe.text, F_OK) == 0;
     ranks_barrier(world);
-    if (leads) rmdir(probe.text);
+    if (fd >= 0) unlink(probe.text);
     ranks_must_share(world, out, there);
     return s;
 }
@@ -116,6 +119,11 @@ void saver_destroy(Saver* s) {
     free(s);
 }
 
+// Before each change in the folder of the run.
+static void check_folder(const Saver* s) {
+    if (s->held) folder_check(s->held);
+}
+
 // Ends the run for the reason in errno. The temporary folder is removed first: it may have filled the disk.
 static NORETURN void give_up(const Saver* s, const char* what, const char* path) {
     int why = errno;
@@ -140,7 +148,7 @@ static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
 // Rank 0: makes the empty folder.
 static void make_folder(const Saver* s) {
     const char* folder = s->folder.text;
-    folder_check(s->held);
+    check_folder(s);
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
 }
 
@@ -176,9 +184,13 @@ static void write_files(Saver* s) {
     FileSlice* next = s->slices;
     for (int i = 0; i < s->count; i++) {
         Path path = path_of("%s/%s", s->folder.text, s->files[i].name);
-        // The ranks agree after each file.
+        // The ranks agree after each file. ranks_well may change errno, so the reason is kept.
         bool written = write_slices(path.text, i, &next, s->slices + s->slice_count);
-        if (!ranks_well(s->group, written)) give_up(s, "write", path.text);
+        int why = errno;
+        if (!ranks_well(s->group, written)) {
+            errno = why;
+            give_up(s, "write", path.text);
+        }
     }
 }
 
@@ -227,13 +239,13 @@ static void prune(const char* out, int64_t newest, int keep) {
 void checkpoint_finish(Saver* s) {
     checkpoint_wait(s);
     if (ranks_index(s->group) != 0) return;
-    folder_check(s->held);
+    check_folder(s);
     prune(s->out, s->step, s->keep);
 }
 
 bool checkpoint_set_aside(Saver* s, int64_t step) {
     if (ranks_index(s->group) != 0) return false;
-    folder_check(s->held);
+    check_folder(s);
     int count;
     int64_t* steps = checkpoint_try_list(s->out, &count);
     Path path = step_path(s->out, step, ""), aside = step_path(s->out, step, ".diverged");
@@ -245,13 +257,20 @@ bool checkpoint_set_aside(Saver* s, int64_t step) {
 
 // Commit, when all files are on disk: renames the folder.
 static void publish(const Saver* s) {
-    Path path = step_path(s->out, s->step, "");
-    const char* folder = s->folder.text;
-    folder_check(s->held);
-    if (sync_folder(folder) != 0) give_up(s, "flush", path.text);
-    // A folder of this name can only be one that was refused at resume. A link stays, and no folder can replace it.
-    remove_step(s->out, s->step);
-    if (rename(folder, path.text) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path.text);
+    Path final = step_path(s->out, s->step, ""), replaced = step_path(s->out, s->step, ".replaced");
+    const char *path = final.text, *old = replaced.text, *folder = s->folder.text;
+    check_folder(s);
+    if (sync_folder(folder) != 0) give_up(s, "flush", path);
+
+    // A folder of this name can only be one that was refused at resume. It is renamed, and removed after the new one
+    // has its name.
+    if (is_link(path)) {
+        errno = ELOOP;
+        give_up(s, "replace", path);
+    }
+    if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
+    if (rename(folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
+    clear_away(old);
 }
 
 // Removes the oldest checkpoints, then prints the new one. At least two remain: only the next step shows

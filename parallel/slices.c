@@ -2,7 +2,6 @@
 // without slices.
 #include "parallel/slices.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -88,9 +87,8 @@ int64_t ranks_lowest(Ranks* group, int64_t value, int* who) {
 }
 
 bool ranks_well(Ranks* group, bool well) {
-    int who, why = errno;
+    int who;
     if (ranks_lowest(group, well, &who) == 1) return true;
-    errno = why;
     if (who != ranks_index(group)) ranks_barrier(group);  // never passed
     return false;
 }

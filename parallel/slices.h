@@ -42,8 +42,8 @@ bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int
 // The lowest value of all ranks; *who is the first rank that has it.
 int64_t ranks_lowest(Ranks* group, int64_t value, int* who);
 
-// True on every rank if all are well. Else false on the first that is not, which must end the run, with errno as it
-// was. The others wait here and never return: one rank prints the reason, and none uses files that it removes.
+// True on every rank if all are well. Else false on the first that is not, which must end the run. The others wait here
+// and never return: one rank prints the reason, and none uses files that it removes.
 bool ranks_well(Ranks* group, bool well);
 
 // On every rank the reason of the first rank that has one, in fresh memory; NULL: none has one. Frees `why`.
