@@ -1,10 +1,8 @@
 // Saving. The saver threads of all ranks write a checkpoint together:
 //
-//   1. rank 0      makes the temporary folder
+//   1. rank 0      makes the temporary folder and the tensor files, with their headers
 //   2. every rank  writes its slices in place, flushes them, and sends their CRC-32s to rank 0
-//   3. rank 0      joins the CRC-32s, writes the manifest, renames the folder, removes old ones
-//
-// Headers of tensor files, and texts, are slices of rank 0.
+//   3. rank 0      joins the CRC-32s, writes the other files and the manifest, renames the folder, removes old ones
 #include "parallel/checkpoint.h"
 
 #include <dirent.h>
@@ -22,11 +20,11 @@
 #include "parallel/slices.h"
 #include "parallel/watch.h"
 
-// A file of the checkpoint. For a text, `head` is the whole file.
+// A file of the checkpoint. For a text, `header` is the whole file.
 typedef struct SavedFile {
     char name[sizeof(((CheckpointFile*)0)->name)];
-    char* head;
-    int64_t bytes;  // of the whole file
+    char* header;
+    int64_t header_bytes, bytes;  // bytes: of the whole file
 } SavedFile;
 
 // The saver of one rank. The thread and the caller never change it at once: checkpoint_wait comes between.
@@ -39,7 +37,7 @@ struct Saver {
     int text_count;
     pthread_t thread;
     bool running;
-    // Used by the thread while it runs. `buffer` has this rank's slices of tensors.
+    // Used by the thread while it runs. `buffer` has this rank's slices, one after another.
     char* buffer;
     size_t capacity;
     FileSlice* slices;
@@ -101,8 +99,8 @@ void saver_add_text(Saver* s, const char* name, const char* text) {
     ASSERT(s->text_count < (int)(sizeof(s->texts) / sizeof(s->texts[0])));
     SavedFile* file = &s->texts[s->text_count++];
     snprintf(file->name, sizeof(file->name), "%s", name);
-    file->head = host_strdup(text);
-    file->bytes = (int64_t)strlen(text);
+    file->header = host_strdup(text);
+    file->header_bytes = file->bytes = (int64_t)strlen(text);
 }
 
 void checkpoint_wait(Saver* s) {
@@ -113,7 +111,7 @@ void checkpoint_wait(Saver* s) {
 void saver_destroy(Saver* s) {
     checkpoint_wait(s);
     ranks_free(s->group);
-    for (int i = 0; i < s->text_count; i++) free(s->texts[i].head);
+    for (int i = 0; i < s->text_count; i++) free(s->texts[i].header);
     free(s->buffer);
     free(s->out);
     free(s);
@@ -145,6 +143,14 @@ static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
     return 0;
 }
 
+// Makes a file that begins with `head`.
+static void make_file(const Saver* s, const char* name, const char* head, int64_t bytes) {
+    Path path = path_of("%s/%s", s->folder.text, name);
+    int fd = create_file(path.text);
+    if (fd < 0) give_up(s, "create", path.text);
+    if (put(fd, head, bytes, 0) != 0 || sync_file(fd, path.text) != 0 || close(fd) != 0) give_up(s, "write", path.text);
+}
+
 // Rank 0: makes the empty folder.
 static void make_folder(const Saver* s) {
     const char* folder = s->folder.text;
@@ -152,25 +158,37 @@ static void make_folder(const Saver* s) {
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
 }
 
-// Writes this rank's slices of a file, from *next on, and flushes them. Moves *next past them. False on errors, with
-// errno set.
-static bool write_slices(const char* path, int64_t file, FileSlice** next, const FileSlice* end) {
+// Rank 0 makes files `from` to `end` - 1 with their headers, which for a text is all of it. The others wait after each
+// file: the watchdog's limit applies to one file, as a slow disk may take longer for all.
+static void make_files(const Saver* s, int from, int end) {
+    for (int i = from; i < end; i++) {
+        if (ranks_index(s->group) == 0) make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
+        ranks_barrier(s->group);
+    }
+}
+
+// Writes this rank's slices of a file, from *next on; their bytes begin at *from. Moves both past them. Every rank that
+// wrote flushes. False on errors, with errno set.
+static bool write_slices(const char* path, int64_t file, FileSlice** next, const FileSlice* end, const char** from) {
     if (*next == end || (*next)->file != file) return true;
-    int fd = open(path, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
+    int fd = open(path, O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) return false;
     for (; *next < end && (*next)->file == file; ++*next) {
-        (*next)->crc = crc_of((*next)->data, (size_t)(*next)->bytes);
-        if (put(fd, (*next)->data, (*next)->bytes, (*next)->offset) != 0) return false;
+        (*next)->crc = crc_of(*from, (size_t)(*next)->bytes);
+        if (put(fd, *from, (*next)->bytes, (*next)->offset) != 0) return false;
+        *from += (*next)->bytes;
     }
     return sync_file(fd, path) == 0 && close(fd) == 0;
 }
 
 // Ends the run if a rank's weights or moments are not finite, before anything is written.
 static void check_finite(const Saver* s) {
+    const char* from = s->buffer;
     bool finite = true;
     for (const FileSlice* slice = s->slices; slice < s->slices + s->slice_count; slice++) {
         const int64_t n = slice->bytes / (int64_t)st_dtype_bytes((StDtype)slice->dtype);
-        finite = finite && first_not_finite(slice->data, n, (StDtype)slice->dtype) == n;
+        finite = finite && first_not_finite(from, n, (StDtype)slice->dtype) == n;
+        from += slice->bytes;
     }
     if (ranks_well(s->group, finite)) return;
     die(EXIT_FAILED,
@@ -178,14 +196,14 @@ static void check_finite(const Saver* s) {
         s->step);
 }
 
-// Writes the files one by one, all ranks together. The watchdog's limit applies to one file, as a slow disk may take
-// longer for all.
+// Writes the tensor files one by one, all ranks together.
 static void write_files(Saver* s) {
+    const char* from = s->buffer;
     FileSlice* next = s->slices;
-    for (int i = 0; i < s->count; i++) {
+    for (int i = 0; i < s->tensor_files; i++) {
         Path path = path_of("%s/%s", s->folder.text, s->files[i].name);
         // The ranks agree after each file. ranks_well may change errno, so the reason is kept.
-        bool written = write_slices(path.text, i, &next, s->slices + s->slice_count);
+        bool written = write_slices(path.text, i, &next, s->slices + s->slice_count, &from);
         int why = errno;
         if (!ranks_well(s->group, written)) {
             errno = why;
@@ -200,17 +218,16 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
     char* body = host_strdup(s->record);
     for (int i = 0; i < s->count; i++) {
         const SavedFile* f = &s->files[i];
-        uLong crc;
-        ASSERT(slices_join(&next, end, i, f->bytes, &crc));
+        uLong crc = crc_of(f->header, (size_t)f->header_bytes);
+        if (!slices_join(&next, end, i, f->header_bytes, f->bytes, &crc))
+            die(EXIT_FAILED, "internal error: the ranks did not write every byte of %s/%s once", s->folder.text,
+                f->name);
         host_append(&body, "%s\n  {\"name\": \"%s\", \"bytes\": %ld, \"crc32\": %lu}", i ? "," : "", f->name, f->bytes,
                     crc);
     }
     host_append(&body, "]");
     host_append(&body, "%s%lu}\n", CHECKPOINT_MANIFEST_END, crc_of(body, strlen(body)));
-
-    Path path = path_of("%s/manifest.json", s->folder.text);
-    FileSlice all = {.bytes = (int64_t)strlen(body), .data = body}, *to_write = &all;
-    if (!write_slices(path.text, 0, &to_write, &all + 1)) give_up(s, "write", path.text);
+    make_file(s, "manifest.json", body, (int64_t)strlen(body));
     free(body);
 }
 
@@ -292,12 +309,15 @@ static void* saver_thread(void* saver) {
     watch_helper();
     check_finite(s);
 
-    // Text files come after the tensors, so that a folder of zeros never has them and cannot pass for a model. The
-    // manifest is last.
+    // Tensor files with their headers, then every rank's slices.
     if (leads) make_folder(s);
-    ranks_barrier(s->group);
+    make_files(s, 0, s->tensor_files);
     write_files(s);
+
+    // Text files after the tensors, so that a folder of zeros never has them and cannot pass for a model. The manifest
+    // is last. Rank 0 needs the CRC-32s only after every rank has flushed its slices.
     FileSlice* all = slices_gather(s->group, s->slices, s->slice_count, &total);
+    make_files(s, s->tensor_files, s->count);
     if (leads) write_manifest(s, all, total);
     if (leads) publish(s);
     ranks_barrier(s->group);
@@ -306,29 +326,25 @@ static void* saver_thread(void* saver) {
 
     // The buffer stays for the next save; the rest belonged to this one.
     free(all);
-    for (int i = 0; i < s->tensor_files; i++) free(s->files[i].head);
+    for (int i = 0; i < s->tensor_files; i++) free(s->files[i].header);
     free(s->files);
     free(s->slices);
     free(s->record);
     return NULL;
 }
 
-// Adds a slice that this rank writes: `bytes` bytes of a file from `offset` on.
-static void add_slice(Saver* s, int64_t file, int64_t offset, int64_t bytes, const char* data, StDtype dtype) {
-    const FileSlice slice = {.file = file, .offset = offset, .bytes = bytes, .dtype = dtype, .data = data};
-    s->slices[s->slice_count++] = slice;
-}
-
 // Copies this rank's part of a tensor to `to`, the end of the buffer.
 static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64_t tensor_offset, char* to, Ctx* ctx) {
-    const int64_t size = (int64_t)st_dtype_bytes(t->dtype), bytes = t->save_count * size;
+    int64_t size = (int64_t)st_dtype_bytes(t->dtype), bytes = t->save_count * size,
+            offset = tensor_offset + t->save_first * size;
     ASSERT(t->save_first >= t->first && t->save_first + t->save_count <= t->first + t->count);
     const int64_t at = t->save_first - t->first;
     if (t->weight)
         masters_download((real*)to, (Master*)t->data + at, t->weight + at, t->save_count, ctx);
     else
         device_download(to, (char*)t->data + at * size, (size_t)bytes, ctx);
-    add_slice(s, file, tensor_offset + t->save_first * size, bytes, to, t->dtype);
+    FileSlice slice = {.file = file, .offset = offset, .bytes = bytes, .dtype = t->dtype};
+    s->slices[s->slice_count++] = slice;
     return to + bytes;
 }
 
@@ -343,10 +359,10 @@ static char* copy_file(Saver* s, int i, const CheckpointFile* file, char* to, Ct
     }
     SavedFile* saved = &s->files[i];
     memcpy(saved->name, file->name, sizeof(saved->name));
-    saved->head = st_plan_header(planned, file->count, &saved->bytes);
-    if (ranks_index(s->group) == 0) add_slice(s, i, 0, saved->bytes, saved->head, ST_U8);
+    saved->header = st_plan_header(planned, file->count, &saved->header_bytes);
 
     // This rank's part of each tensor.
+    saved->bytes = saved->header_bytes;
     for (int k = 0; k < file->count; k++) {
         saved->bytes += planned[k].bytes;
         if (file->tensors[k].save_count) to = copy_slice(s, i, &file->tensors[k], planned[k].offset, to, ctx);
@@ -360,8 +376,8 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     // The last save must end first: its thread reads the buffer.
     checkpoint_wait(s);
 
-    // The bytes of tensors, and the slices, that this rank writes. A file has one more slice on rank 0.
-    size_t bytes = 0, slices = (size_t)(count + s->text_count);
+    // The bytes and slices that this rank writes.
+    size_t bytes = 0, slices = 0;
     for (int i = 0; i < count; i++)
         for (int t = 0; t < files[i].count; t++) {
             const CheckpointTensor* tensor = &files[i].tensors[t];
@@ -387,8 +403,6 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     char* to = s->buffer;
     for (int i = 0; i < count; i++) to = copy_file(s, i, &files[i], to, ctx);
     memcpy(s->files + count, s->texts, (size_t)s->text_count * sizeof(SavedFile));
-    for (int i = count; i < s->count && ranks_index(s->group) == 0; i++)
-        add_slice(s, i, 0, s->files[i].bytes, s->files[i].head, ST_U8);
 
     // The thread writes the files.
     int rc = pthread_create(&s->thread, NULL, saver_thread, s);

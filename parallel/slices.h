@@ -20,24 +20,23 @@ Path step_path(const char* out, int64_t step, const char* suffix);  // out/step_
 int64_t step_number(const char* name, const char* suffix);          // the step of a name without `out`; -1: none
 uLong crc_of(const void* data, size_t bytes);
 
-// The first of n elements that is not finite, or n. Bytes (ST_U8) always are.
+// The first of n elements that is not finite, or n.
 int64_t first_not_finite(const void* values, int64_t n, StDtype dtype);
 
-// A contiguous range of bytes of a file, its CRC-32 and its element type (headers and texts: ST_U8). Files are numbered
-// in the checkpoint's order, from 0.
+// A contiguous range of bytes of a file, its CRC-32 and its element type. Files are numbered in the checkpoint's order,
+// from 0.
 typedef struct FileSlice {
     int64_t file, offset, bytes;
     uint64_t crc;
     int64_t dtype;
-    const char* data;  // on the rank that writes it
 } FileSlice;
 
 // All-gather of the ranks' slices, sorted, in fresh memory.
 FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int64_t* total);
 
-// Joins the CRC-32s of a file's slices to that of the file. Returns whether the slices cover each byte of the file
-// once. *next is the first unused slice: calls are in the order of the files.
-bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t bytes, uLong* crc);
+// *crc is the CRC-32 of the first `at` bytes of a file; joins those of the file's slices to it. Returns whether the
+// slices cover each other byte of the file once. *next is the first unused slice: calls are in the order of the files.
+bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t at, int64_t bytes, uLong* crc);
 
 // The lowest value of all ranks; *who is the first rank that has it.
 int64_t ranks_lowest(Ranks* group, int64_t value, int* who);
