@@ -7,9 +7,8 @@ COMMA = ,
 
 # --- Files ---
 # An op is three files: x.h the contract, x.c the CPU reference, x.cu the CUDA kernels. A .cu without a .c has further
-# kernels of an op, for other GPUs. All other .c are host code, one source for both builds. Reference code does not
-# compile in the CUDA build (device/cpu.h), so an op without its .cu is an error there. One without
-# its .c is an error of the link in the CPU build.
+# kernels of an op, for other GPUs. All other .c are host code, one source for both builds. An op without its .cu is an
+# error of the CUDA build (device/cpu.h). One without its .c is an error of the link in the CPU build.
 FOLDERS = device data layers grouped linear mx moe model parallel pretrained
 C_FILES := $(patsubst %.c,%,$(wildcard $(FOLDERS:%=%/*.c)))
 KERNELS := $(patsubst %.cu,%,$(wildcard $(FOLDERS:%=%/*.cu)))
@@ -85,7 +84,7 @@ CUDA   = build/cuda
 # What this machine can run.
 RUNNABLE = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
-.PHONY: FORCE help all cpu cuda train test test-all test-build cuda-test-build bench docs fuzz torture clean probe format check-host
+.PHONY: FORCE help all cpu cuda train sheet test test-all test-build cuda-test-build bench docs fuzz torture clean probe format check-host
 # The probe's lines come before the compiler's, also with -j.
 all: probe
 	@$(MAKE) --no-print-directory cpu $(if $(HAVE_NVCC),cuda)
@@ -94,9 +93,9 @@ cuda: $(CUDA)/train_moe
 
 help:
 	@echo "make           build for the CPU, and for the GPU where there is nvcc"
-	@echo "make cpu       build/cpu/train_moe alone"
-	@echo "make cuda      build/cuda/train_moe alone"
+	@echo "make cpu       build/cpu/train_moe alone; make cuda: build/cuda/train_moe alone"
 	@echo "make train     install what is missing, train a small model, print a sample, plot"
+	@echo "make sheet     the same training by learn/train_moe.c, the whole algorithm in one file"
 	@echo "make test      the tests that this machine can run, in minutes; make test-all: the slow ones too"
 	@echo "make bench     speed of the program and its kernels, beside PyTorch where it is installed"
 	@echo "make docs      draw the figures of docs/ again"
@@ -107,6 +106,9 @@ train:
 	@$(MAKE) --no-print-directory probe
 	@$(MAKE) --no-print-directory -j$(JOBS) $(RUNNABLE)/train_moe
 	@sh scripts/first_run.sh $(RUNNABLE)/train_moe
+
+sheet:
+	@CC="$(CC)" PYTHON="$(PYTHON)" sh scripts/sheet.sh
 
 # One line for each library or tool that a build can use.
 probe:
@@ -121,8 +123,7 @@ format:
 	clang-format -i $$(git ls-files '*.c' '*.h' '*.cu' '*.cuh')
 
 # --- Rules ---
-# Written again only when the contents change: the optional libraries, the commit, the GPUs. What depends on one of
-# these files is then made again.
+# Written again only when the contents change, as all is then made again that depends on such a file.
 stamp = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 build/%/libraries: FORCE
 	$(call stamp,$(RANKS) $(SPLIT))

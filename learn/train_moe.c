@@ -66,9 +66,8 @@ typedef struct Saved {
     float x2[MAX_N * C], norm2[MAX_N * C], rstd2[MAX_N];        // (N, C), (N, C), (N)
     float h[MAX_N * 2 * DENSE];                                 // (N, 2M): the hidden layer before SwiGLU
     float scores[MAX_N * E], gate[MAX_N * K];                   // (N, E), (N, K)
-    int expert[MAX_N * K];                                      // (N, K)
-    int start[E + 1], row[MAX_N * K], choice[ROWS];             // rows by expert: see sort_by_expert
-    float expert_h[ROWS * 2 * F];                               // (rows, 2F)
+    int expert[MAX_N * K], start[E + 1], row[MAX_N * K], choice[ROWS];  // (N, K); the others: sort_by_expert
+    float expert_h[ROWS * 2 * F];                                       // (rows, 2F)
 } Saved;
 static Saved saved[L];
 static float output[MAX_N * C], final_norm[MAX_N * C], final_rstd[MAX_N];  // (N, C), (N, C), (N)
@@ -91,8 +90,7 @@ static double uniform(uint32_t stream, uint64_t index) {
 
 // Normal with deviation 1, cut at 3: the z with Phi(z) = p, by Newton's method. The program has a rational function.
 static double normal(uint32_t stream, uint64_t index) {
-    const double below = 0.0013498980316300946;  // Phi(-3)
-    const double p = below + (1 - 2 * below) * uniform(stream, index);
+    const double below = 0.0013498980316300946, p = below + (1 - 2 * below) * uniform(stream, index);  // Phi(-3)
     double z = 0;
     for (int i = 0; i < 10; i++) z -= (0.5 * erfc(-z * sqrt(0.5)) - p) / (exp(-0.5 * z * z) * 0.3989422804014327);
     return z;
@@ -148,38 +146,40 @@ static void read_batch(const uint16_t* tokens, const int window[BATCH]) {
     for (int i = 0; i < MAX_N; i++) target[i] = tokens[window[i / SEQ] * SEQ + i % SEQ + 1];
 }
 
-// c (m, n) = a b, or c += a b. Element (i, k) of a is a[i * a_row + k * a_column], and (k, j) of b likewise. So the
-// strides can transpose a matrix. A tile of 4 x 16 sums stays in registers, where the compiler makes vectors of 16.
-// For that, b is copied into panels of 16 columns, and 4 rows of a into a strip. Program: layers/matmul.h, with a BLAS.
+// A tile of c, 4 x 16 sums that stay in registers: the product of a strip (depth, 4) and a panel (depth, 16).
+enum { TALL = 4, WIDE = 16 };
+static void multiply_tile(float* c, int c_row, const float* restrict strip, const float* restrict panel, int rows,
+                          int columns, int depth, int add) {
+    float sum[TALL][WIDE] = {{0}};
+    for (int k = 0; k < depth; k++)
+        for (int i = 0; i < TALL; i++) {
+#pragma omp simd
+            for (int j = 0; j < WIDE; j++) sum[i][j] += strip[k * TALL + i] * panel[k * WIDE + j];
+        }
+    for (int i = 0; i < rows && i < TALL; i++)
+        for (int j = 0; j < columns && j < WIDE; j++) c[i * c_row + j] = sum[i][j] + (add ? c[i * c_row + j] : 0);
+}
+
+// c (m, n) = a b, or c += a b. Element (i, k) of a is a[i * a_row + k * a_column], so strides can transpose it. b is
+// copied into panels, and each 4 rows of a into a strip; both end with zeros. Program: layers/matmul.h, with a BLAS.
 static void matmul(float* c, int c_row, const float* a, int a_row, int a_column, const float* b, int b_row,
                    int b_column, int m, int n, int depth, int add) {
-    enum { TALL = 4, WIDE = 16 };
-    const int panels = (n + WIDE - 1) / WIDE;
-    float* packed = malloc(((size_t)panels * (size_t)depth + 1) * WIDE * sizeof(float));
+    const int width = (n + WIDE - 1) / WIDE * WIDE;
+    float* panels = malloc(((size_t)width * (size_t)depth + 1) * sizeof(float));
 #pragma omp parallel for
-    for (int p = 0; p < panels; p++)
+    for (int j = 0; j < width; j += WIDE)
         for (int k = 0; k < depth; k++)
-            for (int j = p * WIDE; j < (p + 1) * WIDE; j++)
-                packed[(p * depth + k) * WIDE + j % WIDE] = j < n ? b[k * b_row + j * b_column] : 0;
+            for (int i = j; i < j + WIDE; i++)
+                panels[j * depth + k * WIDE + i - j] = i < n ? b[k * b_row + i * b_column] : 0;
 #pragma omp parallel for
-    for (int top = 0; top < m; top += TALL) {
-        float strip[(MAX_N + DENSE) * TALL];  // no product here is deeper
-        for (int k = 0; k < depth; k++)
-            for (int i = 0; i < TALL; i++) strip[k * TALL + i] = top + i < m ? a[(top + i) * a_row + k * a_column] : 0;
-        for (int p = 0; p < panels; p++) {
-            const float* panel = packed + p * depth * WIDE;
-            float sum[TALL][WIDE] = {{0}};
-            for (int k = 0; k < depth; k++)
-                for (int i = 0; i < TALL; i++) {
-#pragma omp simd
-                    for (int j = 0; j < WIDE; j++) sum[i][j] += strip[k * TALL + i] * panel[k * WIDE + j];
-                }
-            for (int i = 0; i < TALL && top + i < m; i++)
-                for (int j = p * WIDE; j < n && j < (p + 1) * WIDE; j++)
-                    c[(top + i) * c_row + j] = sum[i][j % WIDE] + (add ? c[(top + i) * c_row + j] : 0);
-        }
+    for (int i = 0; i < m; i += TALL) {
+        float strip[(MAX_N + DENSE + VOCAB) * TALL];  // no product here is deeper
+        for (int k = 0; k < depth * TALL; k++)
+            strip[k] = i + k % TALL < m ? a[(i + k % TALL) * a_row + k / TALL * a_column] : 0;
+        for (int j = 0; j < n; j += WIDE)
+            multiply_tile(c + i * c_row + j, c_row, strip, panels + j * depth, m - i, n - j, depth, add);
     }
-    free(packed);
+    free(panels);
 }
 
 // y (n, out) = x (n, in) W^T, with W (out, in)
@@ -461,9 +461,8 @@ static void balance(float* bias, int histogram[E][BINS], int n) {
     for (int e = 0; e < E; e++) bias[e] -= (float)mean;
 }
 
-// Each choice of an expert becomes a row, and the rows of an expert are contiguous: start[e] .. start[e + 1] - 1. So an
-// expert is an ordinary MLP on its rows, whatever their number. Choice i is that of token i / K. It is a counting sort.
-// Program: grouped/permute.h, with a drawing.
+// Each choice of an expert becomes a row. The rows of expert e are start[e] .. start[e + 1] - 1, so an expert is an
+// ordinary MLP on its rows. Choice i is that of token i / K. It is a counting sort. Program: grouped/permute.h.
 static void sort_by_expert(Saved* s, int n) {
     int next[E];
     memset(s->start, 0, sizeof(s->start));

@@ -1,0 +1,161 @@
+"""learn/train_moe.c trains as the program does: equal losses and gradients. It compiles without a warning, and runs
+without undefined behaviour and leaks.
+
+The test changes some lines in a copy of the sheet, so that the sheet needs no options for it."""
+import array
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+PROGRAM = os.path.abspath(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe"))
+ONE_BUILD = True  # tests/run.py: the sheet is in float32, as the CPU build is
+SHEET = ROOT / "learn/train_moe.c"
+MOST_LINES, MOST_COLUMNS = 750, 120
+WARNINGS = "-std=c11 -Wall -Wextra -Wpedantic -Werror".split()
+COMPILERS = [c for c in ("gcc", "clang") if shutil.which(c)]
+
+# Both train 50 steps from equal weights on equal windows. A batch has 4 sequences to save time. Without a token that
+# selects another expert, the losses differ by rounding: float32 has 24 bits, so printed losses near 5 differ by 1e-6 at
+# most. But among 50 x 3 x 1024 tokens, some have two experts whose scores differ by less than the rounding of the
+# scores. Such a token may select another expert than in the program. That changes its own loss by some hundredths, so
+# the mean over 1024 tokens by some 1e-5. It also changes the weights a little, and with the full learning rate this
+# difference grows tenfold in ten steps. So the warm-up is 500 steps long, and rates stay below a tenth of their peaks.
+STEPS, BATCH, WARMUP = 50, 4, 500
+LOSS = 1e-4
+
+# A gradient is a sum over 1024 tokens, in another order than the program's. The rounding of n equal terms is
+# n^(1/2) 2^-24 of the sum, or 2e-6, and for terms with different signs more than that of the sum. Errors of the
+# activations are of the same size. 1e-5 of the largest element of a tensor holds all.
+GRADIENT = 1e-5
+
+
+def changed(**values):
+    """The sheet with other values of its enumerators."""
+    text = SHEET.read_text()
+    for name, value in values.items():
+        text, count = re.subn(rf"\b{name} = \d+", f"{name} = {value}", text)
+        assert count == 1, name
+    return text
+
+
+def floats(path, dtype="f"):
+    values = array.array(dtype)
+    values.frombytes(pathlib.Path(path).read_bytes())
+    return values
+
+
+def first_moments(step):
+    """(name, AdamW's first moment or Muon's momentum) of each tensor of a checkpoint, in the order of its files."""
+    for path in sorted(step.glob("block_*.adam.safetensors")):
+        data = path.read_bytes()
+        length, = struct.unpack("<Q", data[:8])
+        for name, tensor in json.loads(data[8:8 + length]).items():
+            if name.endswith((".exp_avg", ".momentum_buffer")):
+                begin, end = tensor["data_offsets"]
+                values = array.array("f")
+                values.frombytes(data[8 + length + begin:8 + length + end])
+                yield name, values
+
+
+class Sheet(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory(prefix="train_moe_sheet_")
+        cls.addClassCleanup(folder.cleanup)
+        cls.dir = pathlib.Path(folder.name)
+        subprocess.run(["python3", ROOT / "scripts/prepare_text.py", ROOT / "data/repository.txt.xz", "--split-on", "<|endoftext|>", "--out",
+                        cls.dir, "--name", "text", "--val-fraction", "0.1"], check=True, stdout=subprocess.DEVNULL)
+        # Few windows for validation, because the test is not about them.
+        data = (cls.dir / "text_val_000000.bin").read_bytes()
+        tokens = 8 * 256 + 1
+        (cls.dir / "short.bin").write_bytes(data[:8] + struct.pack("<i", tokens) + data[12:1024 + 2 * tokens])
+
+    def compile(self, text, name, *flags, compiler=None):
+        (self.dir / f"{name}.c").write_text(text)
+        command = [compiler or os.environ.get("CC", "cc"), "-fopenmp", *flags, f"{name}.c", "-o", name, "-lm"]
+        return subprocess.run(command, cwd=self.dir, capture_output=True, text=True)
+
+    def run_sheet(self, name, **environment):
+        done = subprocess.run([self.dir / name, "text_train_000000.bin", "short.bin"], cwd=self.dir, capture_output=True,
+                              encoding="utf-8", errors="replace", env=dict(os.environ, **environment))
+        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+        return done.stdout
+
+    def test_size(self):
+        """One sheet: its length, no header of ours, and a file of the program at each op."""
+        lines = SHEET.read_text().splitlines()
+        self.assertLessEqual(len(lines), MOST_LINES)
+        self.assertLessEqual(max(map(len, lines)), MOST_COLUMNS)
+        self.assertEqual([line for line in lines if re.match(r"#\s*(include *\"|define)", line)], [])
+        named = re.findall(r"(?<![\w/])(?:[a-z_]+/)+\w+\.\w+", "\n".join(line for line in lines if "//" in line))
+        self.assertGreater(len(named), 20)
+        self.assertEqual([name for name in named if not (ROOT / name).exists()], [])
+
+    def test_no_warnings(self):
+        for compiler in COMPILERS:
+            done = self.compile(SHEET.read_text(), "warnings", *WARNINGS, "-O1", compiler=compiler)
+            self.assertEqual((done.returncode, done.stderr), (0, ""), compiler)
+
+    def test_training(self):
+        """The losses of 50 steps and the gradients of the first one are the program's."""
+        options = f"--model tiny --seq-len 256 --batch {BATCH} --lr 3e-3 --warmup {WARMUP} --save-every 1000".split()
+        for out, count in ("one", 1), ("run", STEPS):
+            subprocess.run([PROGRAM, *options, "--train", "text_train_*.bin", "--steps", str(count), "--out", out], cwd=self.dir, check=True,
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        steps = [json.loads(line) for line in (self.dir / "run/log.jsonl").read_text().splitlines()[1:]]
+
+        # The copy writes its gradients to a file, and prints no sample.
+        text = changed(STEPS=STEPS, BATCH=BATCH, WARMUP=WARMUP, SAMPLE=0)
+        after = "        backward(BATCH, SEQ);\n"
+        self.assertEqual(text.count(after), 1)
+        text = text.replace(after, after + """
+        if (step == 1) {
+            FILE* file = fopen("gradients", "wb");
+            for (int k = 0; k < matrix_count; k++)
+                fwrite(matrices[k].gradient, sizeof(float), (size_t)(matrices[k].rows * matrices[k].columns), file);
+            fclose(file);
+        }
+""")
+        done = self.compile(text, "sheet", "-O3", "-march=native")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", self.run_sheet("sheet"), re.M)]
+        self.assertEqual(len(losses), STEPS)
+        worst = max(range(STEPS), key=lambda i: abs(losses[i] - steps[i]["loss"]))
+        print(f"largest difference of losses {abs(losses[worst] - steps[worst]['loss']):.1e}, step {worst + 1}")
+        self.assertLessEqual(abs(losses[worst] - steps[worst]["loss"]), LOSS)
+        self.assertLess(losses[-1], losses[0] - 1)  # it learns
+
+        # After one step the moments are the clipped gradient times 1 (momentum) or 1 - beta1 = 0.1.
+        clip, mine, at, largest = min(1, 1 / steps[0]["grad_norm"]), floats(self.dir / "gradients"), 0, (0, "")
+        for name, moment in first_moments(self.dir / "one/step_00000001"):
+            factor = 1 / (clip * (0.1 if name.endswith("exp_avg") else 1))
+            size = max(map(abs, moment)) * factor
+            error = max(abs(a - b * factor) for a, b in zip(mine[at:at + len(moment)], moment))
+            largest = max(largest, (error / size, name))
+            at += len(moment)
+        self.assertEqual(at, len(mine))
+        print(f"largest difference of gradients {largest[0]:.1e} of the largest element, {largest[1]}")
+        self.assertLessEqual(largest[0], GRADIENT, largest[1])
+
+    def test_sanitizers(self):
+        """Five steps, a validation and a sample of a small model: no undefined behaviour, no access out of bounds, no leak."""
+        text = changed(STEPS=5, WARMUP=2, BATCH=2, SEQ=32, C=32, DENSE=256, F=32, E=4, LATENT=16, VALIDATE_EVERY=5, SAMPLE=40)
+        done = self.compile(text, "checked", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+        if done.returncode:
+            self.skipTest("the compiler has no sanitizers: " + done.stderr.splitlines()[-1])
+        output = self.run_sheet("checked", OMP_NUM_THREADS="1")
+        losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", output, re.M)]
+        self.assertEqual(len(losses), 5)
+        self.assertTrue(all(math.isfinite(loss) and loss < 6 for loss in losses), losses)
+
+
+if __name__ == "__main__":
+    unittest.main()
