@@ -160,8 +160,8 @@ static void multiply_tile(float* c, int c_row, const float* restrict strip, cons
         for (int j = 0; j < columns && j < WIDE; j++) c[i * c_row + j] = sum[i][j] + (add ? c[i * c_row + j] : 0);
 }
 
-// c (m, n) = a b, or c += a b. Element (i, k) of a is a[i * a_row + k * a_column], so strides can transpose it. b is
-// copied into panels, and each 4 rows of a into a strip; both end with zeros. Program: layers/matmul.h, with a BLAS.
+// c (m, n) = a b, or c += a b. Element (i, k) of a is a[i * a_row + k * a_column], so strides can transpose it. First
+// comes a copy of b in panels, the last one with zeros, then 4 rows of a in a strip. Program: layers/matmul.h.
 static void matmul(float* c, int c_row, const float* a, int a_row, int a_column, const float* b, int b_row,
                    int b_column, int m, int n, int depth, int add) {
     const int width = (n + WIDE - 1) / WIDE * WIDE;
@@ -174,8 +174,8 @@ static void matmul(float* c, int c_row, const float* a, int a_row, int a_column,
 #pragma omp parallel for
     for (int i = 0; i < m; i += TALL) {
         float strip[(MAX_N + DENSE + VOCAB) * TALL];  // no product here is deeper
-        for (int k = 0; k < depth * TALL; k++)
-            strip[k] = i + k % TALL < m ? a[(i + k % TALL) * a_row + k / TALL * a_column] : 0;
+        for (int k = 0; k < depth; k++)
+            for (int r = 0; r < TALL; r++) strip[k * TALL + r] = a[(i + r < m ? i + r : m - 1) * a_row + k * a_column];
         for (int j = 0; j < n; j += WIDE)
             multiply_tile(c + i * c_row + j, c_row, strip, panels + j * depth, m - i, n - j, depth, add);
     }
