@@ -2,9 +2,9 @@
 //
 //   cc -O3 -march=native -fopenmp learn/train_moe.c -lm && ./a.out TRAIN.bin VAL.bin          (make sheet does both)
 //
-// It trains the preset `tiny` as `make train` does: equal weights at the start, equal data in the same order, equal
-// losses. tests/tools/test_sheet.py compares the two. The program has the same algorithm for every size, in bf16 on
-// GPUs, on many ranks. "Program:" names the file that does the same there.
+// It trains the preset `tiny` as `make train` does: equal weights at the start, equal data in the same order, and equal
+// losses but for rounding. tests/tools/test_sheet.py compares the two. The program has the same algorithm for every
+// size, in bf16 on GPUs, on many ranks. "Program:" names the file that does the same there.
 //
 // The ops are in the order in which a token meets them, and the backward of an op follows its forward:
 //   tokens -> embedding -> 4 blocks -> RMSNorm -> lm_head -> loss       a block:  x = x + attention(RMSNorm(x))
@@ -24,7 +24,7 @@ enum { STEPS = 750, WARMUP = 50, BATCH = 8, SEQ = 256, MAX_N = BATCH * SEQ };  /
 enum { VOCAB = 257, END_OF_TEXT = 256 };  // a token is a byte; one more token ends a document
 enum { L = 4, C = 128, DENSE = 512 };     // blocks, width of the residual stream, hidden width of the dense MLP
 enum { H = 4, NOPE = 32, ROPE = 16, QK = NOPE + ROPE };  // heads; a query or key: without position, and with it
-enum { VD = 32, KV = NOPE + VD };                        // value of a head; what the latent gives a head
+enum { VD = 32, KV = NOPE + VD };                        // value of a head; its key without position, and its value
 enum { LATENT = 64, KVA = LATENT + ROPE };  // the latent of keys and values; the same with the key's position part
 enum { E = 8, K = 2, F = 128, ROWS = MAX_N * K };  // experts, experts of a token, hidden width; a row for each choice
 enum { SEED = 1, SAMPLE = 400, VALIDATE_EVERY = 250 };
@@ -160,8 +160,8 @@ static void multiply_tile(float* c, int c_row, const float* restrict strip, cons
         for (int j = 0; j < columns && j < WIDE; j++) c[i * c_row + j] = sum[i][j] + (add ? c[i * c_row + j] : 0);
 }
 
-// c (m, n) = a b, or c += a b. Element (i, k) of a is a[i * a_row + k * a_column], so strides can transpose it. First
-// comes a copy of b in panels, the last one with zeros, then 4 rows of a in a strip. Program: layers/matmul.h.
+// c (m, n) = a b, or c += a b. Element (i, k) of a is a[i * a_row + k * a_column]. So strides can transpose a matrix.
+// The panels are a copy of b, filled up with zeros, and a strip is a copy of 4 rows of a. Program: layers/matmul.h.
 static void matmul(float* c, int c_row, const float* a, int a_row, int a_column, const float* b, int b_row,
                    int b_column, int m, int n, int depth, int add) {
     const int width = (n + WIDE - 1) / WIDE * WIDE;
@@ -194,8 +194,7 @@ static void linear_backward(float* dx, float* dw, const float* dy, const float* 
     matmul(dw, in, dy, 1, out, x, in, 1, out, in, n, 1);
 }
 
-// RMSNorm: y (n, width) = w x rstd, rstd = (mean x^2 + 1e-6)^-1/2. Rows of x are x_row apart. Program:
-// layers/rmsnorm.c.
+// RMSNorm: y (n, width) = w x rstd, rstd = (mean x^2 + 1e-6)^-1/2. x_row: from row to row. Program: layers/rmsnorm.c.
 static void rmsnorm_forward(float* y, float* rstd, const float* x, int x_row, const float* w, int n, int width) {
 #pragma omp parallel for
     for (int i = 0; i < n; i++) {
@@ -242,7 +241,7 @@ static void rope(float* x, int row, int heads, int head, int n, int t, int direc
         }
 }
 
-// Causal attention of head h: S = q k^T / sqrt(QK), P = softmax(S) over the tokens up to the query's, out = P v.
+// Causal attention of head h: S = q k^T / sqrt(QK), P = softmax(S) over the keys up to the query's token, out = P v.
 // A key has two parts: one from the latent for each head, and one with position that all heads share. Each adds to S.
 // Program: layers/attention.h, as flash attention: in tiles, so that P never exists whole.
 static void attention_forward(Saved* s, int b, int t) {
@@ -598,11 +597,11 @@ static void initialize(void) {
         Block* w = &weights.block[l];
         const int f = l == 0 ? DENSE : F;
         stream = (uint32_t)(l + 1) << 20;
-        add_matrix(w->wq, H * QK, C, std, MUON, &stream);
+        add_matrix(w->wq, H * QK, C, std, MUON, &stream);  // attention
         add_matrix(w->wkva, KVA, C, std, MUON, &stream);
         add_matrix(w->wkvb, H * KV, LATENT, std, MUON, &stream);
         add_matrix(w->wo, C, H * VD, residual, MUON, &stream);
-        add_matrix(w->mlp13, f, C, std, MUON, &stream);
+        add_matrix(w->mlp13, f, C, std, MUON, &stream);  // the dense MLP, or the shared expert
         add_matrix(w->mlp13 + f * C, f, C, std, MUON, &stream);
         add_matrix(w->mlp2, C, f, residual, MUON, &stream);
         if (l > 0) add_matrix(w->router, E, C, std, ADAMW, &stream);
@@ -610,7 +609,7 @@ static void initialize(void) {
         add_matrix(w->kv_norm, 1, LATENT, 0, NORM, &stream);
         add_matrix(w->norm2, 1, C, 0, NORM, &stream);
         for (int e = 0; l > 0 && e < E; e++) {
-            add_matrix(w->w13 + 2 * e * F * C, F, C, std, MUON, &stream);
+            add_matrix(w->w13 + 2 * e * F * C, F, C, std, MUON, &stream);  // a routed expert
             add_matrix(w->w13 + (2 * e + 1) * F * C, F, C, std, MUON, &stream);
             add_matrix(w->w2 + e * C * F, C, F, residual, MUON, &stream);
         }
@@ -725,10 +724,10 @@ int main(int argc, char** argv) {
     for (int step = 1; step <= STEPS; step++) {
         const double began = omp_get_wtime();
         int window[BATCH];
-        for (int i = 0, w = (step - 1) * BATCH; i < BATCH; i++, w++)
+        for (int i = 0, w = (step - 1) * BATCH; i < BATCH; i++, w++)  // w counts windows over all epochs
             window[i] = permute(w / windows, w % windows, windows);
         read_batch(train, window);
-        memset(margins, 0, sizeof(margins));
+        memset(margins, 0, sizeof(margins));  // of this step
         forward(input, BATCH, SEQ);
         double fullest = 0;  // tokens of the expert that has the most, of all blocks
         for (int i = E; i < L * E; i++)
