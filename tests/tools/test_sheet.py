@@ -22,16 +22,16 @@ MOST_LINES, MOST_COLUMNS = 750, 120
 WARNINGS = "-std=c11 -Wall -Wextra -Wpedantic -Werror".split()
 CC = os.environ.get("CC") or ("cc" if shutil.which("cc") else "gcc")
 
-# Both train 50 steps from equal weights on equal windows. A batch has 4 sequences to save time. Without a token that
+# Both train 50 steps from equal weights on equal windows. A batch has 3 sequences to save time. Without a token that
 # selects another expert, the losses differ by rounding: float32 has 24 bits, so printed losses near 5 differ by 1e-6 at
-# most. But among 50 x 3 x 1024 tokens, some have two experts whose scores differ by less than the rounding of the
+# most. But among 50 x 3 x 768 tokens, some have two experts whose scores differ by less than the rounding of the
 # scores. Such a token may select another expert than in the program. That changes its own loss by some hundredths, so
-# the mean over 1024 tokens by some 1e-5. It also changes the weights a little, and with the full learning rate this
+# the mean over 768 tokens by some 1e-5. It also changes the weights a little, and with the full learning rate this
 # difference grows tenfold in ten steps. So the warm-up is 500 steps long, and rates stay below a tenth of their peaks.
-STEPS, BATCH, WARMUP = 50, 4, 500
+STEPS, BATCH, WARMUP = 50, 3, 500
 LOSS = 1e-4
 
-# A gradient is a sum over 1024 tokens, in another order than the program's. The rounding of n equal terms is
+# A gradient is a sum over 768 tokens, in another order than the program's. The rounding of n equal terms is
 # n^(1/2) 2^-24 of the sum, or 2e-6, and for terms with different signs more than that of the sum. Errors of the
 # activations are of the same size. 1e-5 of the largest element of a tensor holds all.
 GRADIENT = 1e-5
@@ -74,20 +74,39 @@ class Sheet(unittest.TestCase):
         subprocess.run(["python3", ROOT / "scripts/prepare_text.py", ROOT / "data/repository.txt.xz", "--split-on", "<|endoftext|>", "--out",
                         cls.dir, "--name", "text", "--val-fraction", "0.1"], check=True, stdout=subprocess.DEVNULL)
         # Few windows for validation, because the test is not about them.
-        data = (cls.dir / "text_val_000000.bin").read_bytes()
-        tokens = 8 * 256 + 1
+        data, tokens = (cls.dir / "text_val_000000.bin").read_bytes(), 8 * 256 + 1
         (cls.dir / "short.bin").write_bytes(data[:8] + struct.pack("<i", tokens) + data[12:1024 + 2 * tokens])
 
-    def compile(self, text, name, *flags, compiler=None):
-        (self.dir / f"{name}.c").write_text(text)
-        command = [compiler or CC, "-fopenmp", *flags, f"{name}.c", "-o", name, "-lm"]
-        return subprocess.run(command, cwd=self.dir, capture_output=True, text=True)
+        # The two trainings begin here, on one thread each, and the other tests run meanwhile.
+        options = f"--model tiny --seq-len 256 --batch {BATCH} --lr 3e-3 --warmup {WARMUP} --save-every 1000".split()
+        cls.runs = [cls.start(PROGRAM, *options, "--train", "text_train_*.bin", "--steps", str(steps), "--out", out)
+                    for out, steps in (("one", 1), ("run", STEPS))]
+        # The copy writes its gradients to a file, and prints no sample.
+        text, after = changed(STEPS=STEPS, BATCH=BATCH, WARMUP=WARMUP, SAMPLE=0), "        backward(BATCH, SEQ);\n"
+        assert text.count(after) == 1
+        cls.compiled = cls.compile(text.replace(after, after + """
+        if (step == 1) {
+            FILE* file = fopen("gradients", "wb");
+            for (int k = 0; k < matrix_count; k++)
+                fwrite(matrices[k].gradient, sizeof(float), (size_t)(matrices[k].rows * matrices[k].columns), file);
+            fclose(file);
+        }
+"""), "sheet", "-O3", "-march=native")
+        if cls.compiled.returncode == 0:
+            cls.runs.append(cls.start("./sheet", "text_train_000000.bin", "short.bin"))
 
-    def run_sheet(self, name, **environment):
-        done = subprocess.run([self.dir / name, "text_train_000000.bin", "short.bin"], cwd=self.dir, capture_output=True,
-                              encoding="utf-8", errors="replace", env=dict(os.environ, **environment))
-        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
-        return done.stdout
+    @classmethod
+    def start(cls, *command):
+        with open(cls.dir / f"{pathlib.Path(command[0]).name}.log", "a") as output:
+            run = subprocess.Popen(command, cwd=cls.dir, env=dict(os.environ, OMP_NUM_THREADS="1"), stdout=output, stderr=subprocess.DEVNULL)
+        cls.addClassCleanup(run.wait)
+        cls.addClassCleanup(run.kill)
+        return run
+
+    @classmethod
+    def compile(cls, text, name, *flags, compiler=CC):
+        (cls.dir / f"{name}.c").write_text(text)
+        return subprocess.run([compiler, "-fopenmp", *flags, f"{name}.c", "-o", name, "-lm"], cwd=cls.dir, capture_output=True, text=True)
 
     def test_size(self):
         """One sheet: its length, no header of ours, and a file of the program at each op."""
@@ -106,32 +125,25 @@ class Sheet(unittest.TestCase):
                 done = self.compile(SHEET.read_text(), "warnings", *WARNINGS, "-O1", compiler=compiler)
                 self.assertEqual((done.returncode, done.stderr), (0, ""), compiler)
 
+    def test_sanitizers(self):
+        """Five steps, a validation and a sample of a small model: no undefined behaviour, no access out of bounds, no leak."""
+        text = changed(STEPS=5, WARMUP=2, BATCH=2, SEQ=32, L=2, C=32, DENSE=256, F=32, E=4, LATENT=16, VALIDATE_EVERY=5, SAMPLE=40)
+        done = self.compile(text, "checked", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+        if done.returncode:
+            self.skipTest("the compiler has no sanitizers: " + done.stderr.splitlines()[-1])
+        done = subprocess.run(["./checked", "text_train_000000.bin", "short.bin"], cwd=self.dir, capture_output=True, encoding="utf-8",
+                              errors="replace", env=dict(os.environ, OMP_NUM_THREADS="1"))
+        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+        losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", done.stdout, re.M)]
+        self.assertEqual(len(losses), 5)
+        self.assertTrue(all(math.isfinite(loss) and loss < 6 for loss in losses), losses)
+
     def test_training(self):
         """The losses of 50 steps and the gradients of the first one are the program's."""
-        # Both run at the same time, on one thread each.
-        one_thread = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-        options = f"--model tiny --seq-len 256 --batch {BATCH} --lr 3e-3 --warmup {WARMUP} --save-every 1000".split()
-        runs = [subprocess.Popen([PROGRAM, *options, "--train", "text_train_*.bin", "--steps", str(count), "--out", out], cwd=self.dir,
-                                 env=one_thread, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                for out, count in (("one", 1), ("run", STEPS))]
-
-        # The copy writes its gradients to a file, and prints no sample.
-        text = changed(STEPS=STEPS, BATCH=BATCH, WARMUP=WARMUP, SAMPLE=0)
-        after = "        backward(BATCH, SEQ);\n"
-        self.assertEqual(text.count(after), 1)
-        text = text.replace(after, after + """
-        if (step == 1) {
-            FILE* file = fopen("gradients", "wb");
-            for (int k = 0; k < matrix_count; k++)
-                fwrite(matrices[k].gradient, sizeof(float), (size_t)(matrices[k].rows * matrices[k].columns), file);
-            fclose(file);
-        }
-""")
-        done = self.compile(text, "sheet", "-O3", "-march=native")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", self.run_sheet("sheet", OMP_NUM_THREADS="1"), re.M)]
-        self.assertEqual([run.wait() for run in runs], [0, 0])
+        self.assertEqual(self.compiled.returncode, 0, self.compiled.stderr)
+        self.assertEqual([run.wait() for run in self.runs], [0, 0, 0])
         steps = [json.loads(line) for line in (self.dir / "run/log.jsonl").read_text().splitlines()[1:]]
+        losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", (self.dir / "sheet.log").read_text(errors="replace"), re.M)]
         self.assertEqual((len(losses), len(steps)), (STEPS, STEPS))
         worst = max(range(STEPS), key=lambda i: abs(losses[i] - steps[i]["loss"]))
         print(f"largest difference of losses {abs(losses[worst] - steps[worst]['loss']):.1e}, step {worst + 1}")
@@ -151,17 +163,6 @@ class Sheet(unittest.TestCase):
             self.assertLess(losses[-1], losses[0] - 1)  # it learns
         with self.subTest("gradients"):
             self.assertLessEqual(largest[0], GRADIENT, largest[1])
-
-    def test_sanitizers(self):
-        """Five steps, a validation and a sample of a small model: no undefined behaviour, no access out of bounds, no leak."""
-        text = changed(STEPS=5, WARMUP=2, BATCH=2, SEQ=32, L=2, C=32, DENSE=256, F=32, E=4, LATENT=16, VALIDATE_EVERY=5, SAMPLE=40)
-        done = self.compile(text, "checked", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-        if done.returncode:
-            self.skipTest("the compiler has no sanitizers: " + done.stderr.splitlines()[-1])
-        output = self.run_sheet("checked", OMP_NUM_THREADS="1")
-        losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", output, re.M)]
-        self.assertEqual(len(losses), 5)
-        self.assertTrue(all(math.isfinite(loss) and loss < 6 for loss in losses), losses)
 
 
 if __name__ == "__main__":
