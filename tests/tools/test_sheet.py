@@ -22,16 +22,16 @@ MOST_LINES, MOST_COLUMNS = 750, 120
 WARNINGS = "-std=c11 -Wall -Wextra -Wpedantic -Werror".split()
 CC = os.environ.get("CC") or ("cc" if shutil.which("cc") else "gcc")
 
-# Both train 50 steps from equal weights on equal windows. A batch has 3 sequences to save time. Without a token that
+# Both train 50 steps from equal weights on equal windows. A batch has 4 sequences to save time. Without a token that
 # selects another expert, the losses differ by rounding: float32 has 24 bits, so printed losses near 5 differ by 1e-6 at
-# most. But among 50 x 3 x 768 tokens, some have two experts whose scores differ by less than the rounding of the
+# most. But among 50 x 3 x 1024 tokens, some have two experts whose scores differ by less than the rounding of the
 # scores. Such a token may select another expert than in the program. That changes its own loss by some hundredths, so
-# the mean over 768 tokens by some 1e-5. It also changes the weights a little, and with the full learning rate this
+# the mean over 1024 tokens by some 1e-5. It also changes the weights a little, and with the full learning rate this
 # difference grows tenfold in ten steps. So the warm-up is 500 steps long, and rates stay below a tenth of their peaks.
-STEPS, BATCH, WARMUP = 50, 3, 500
+STEPS, BATCH, WARMUP = 50, 4, 500
 LOSS = 1e-4
 
-# A gradient is a sum over 768 tokens, in another order than the program's. The rounding of n equal terms is
+# A gradient is a sum over 1024 tokens, in another order than the program's. The rounding of n equal terms is
 # n^(1/2) 2^-24 of the sum, or 2e-6, and for terms with different signs more than that of the sum. Errors of the
 # activations are of the same size. 1e-5 of the largest element of a tensor holds all.
 GRADIENT = 1e-5
