@@ -100,10 +100,12 @@ static double normal(uint32_t stream, uint64_t index) {
 static uint16_t* read_tokens(const char* path, int* count) {
     int32_t header[256] = {0};
     FILE* file = fopen(path, "rb");
-    const int good = file && fread(header, sizeof(header), 1, file) == 1 && header[0] == 20240520;
+    int good = file && fread(header, sizeof(header), 1, file) == 1 && header[0] == 20240520 && header[2] > MAX_N;
     uint16_t* tokens = malloc(good ? (size_t)header[2] * sizeof(*tokens) : 1);
-    if (!good || fread(tokens, sizeof(*tokens), (size_t)header[2], file) != (size_t)header[2]) {
-        fprintf(stderr, "%s: not a whole file of tokens; make sheet prepares two\n", path);
+    good = good && tokens && fread(tokens, sizeof(*tokens), (size_t)header[2], file) == (size_t)header[2];
+    for (int i = 0; good && i < header[2]; i++) good = tokens[i] < VOCAB;
+    if (!good) {
+        fprintf(stderr, "%s: not a whole file of more than %d byte tokens; make sheet prepares two\n", path, MAX_N);
         exit(1);
     }
     fclose(file);
