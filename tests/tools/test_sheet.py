@@ -138,6 +138,17 @@ class Sheet(unittest.TestCase):
         self.assertEqual(len(losses), 5)
         self.assertTrue(all(math.isfinite(loss) and loss < 6 for loss in losses), losses)
 
+    def test_refuses(self):
+        """A file that is cut, too short for a batch, or of another vocabulary ends the sheet with one line."""
+        self.assertEqual(self.compiled.returncode, 0, self.compiled.stderr)
+        whole, tokens = (self.dir / "short.bin").read_bytes(), BATCH * 256
+        for name, data in (("cut", whole[:-1]), ("wide", whole[:-2] + struct.pack("<H", 257)),
+                           ("few", whole[:8] + struct.pack("<i", tokens) + whole[12:1024 + 2 * tokens])):
+            (self.dir / name).write_bytes(data)
+            done = subprocess.run(["./sheet", "short.bin", name], cwd=self.dir, capture_output=True, text=True)
+            self.assertEqual((done.returncode, done.stdout), (1, ""), name)
+            self.assertRegex(done.stderr, rf"^{name}: [^\n]+\n$")
+
     def test_training(self):
         """The losses of 50 steps and the gradients of the first one are the program's."""
         self.assertEqual(self.compiled.returncode, 0, self.compiled.stderr)
