@@ -123,7 +123,7 @@ format:
 	clang-format -i $$(git ls-files '*.c' '*.h' '*.cu' '*.cuh')
 
 # --- Rules ---
-# Written again only when the contents change, as all is then made again that depends on such a file.
+# Files that are written only when their contents change: what depends on them is then made again.
 stamp = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 build/%/libraries: FORCE
 	$(call stamp,$(RANKS) $(SPLIT))
