@@ -2,8 +2,7 @@
 // is in one of two forms:
 //
 //   values   floatX, each element rounded to the format (fake quantization). Every GPU can multiply them.
-//   packed   the format's own bytes: elements, and a scale for each block of elements. A GEMM that reads them is
-//   faster.
+//   packed   the format's own bytes: elements, and a scale for each block of elements. They are faster to multiply.
 //            Dispatch and combine send them.
 //
 // A new format is a file of functions in mx/ and a row of that table. Blocks run along the contraction of a GEMM.

@@ -12,8 +12,8 @@ void unit_end(Model* model, int unit);
 void unit_grads_begin(Model* model, int unit);
 void unit_grads_end(Model* model, int unit, int last_micro_step);
 
-// A block: forward writes t.out; backward turns t.dx, the gradient after the block, into the gradient before it.
-// An output: the head's input of the main model (0) or MTP module k; backward writes t.dx. An MTP module (model/mtp.c).
+// A block: forward writes work.out; backward turns work.dx, the gradient after the block, into the gradient before it.
+// An output: the head's input of the main model (0) or MTP module k; backward writes work.dx. An MTP module (model/mtp.c).
 void block_forward(Model* model, const Unit* unit, int train);
 void block_backward(Model* model, const Unit* unit, float aux);
 void output_forward(Model* model, int k, const Unit* unit);

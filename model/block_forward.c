@@ -7,29 +7,31 @@
 static const double LATENT_EPS = 1e-6;
 
 // out = attention(norm1)
-static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved* s) {
+static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved* block) {
     const ModelConfig* c = &m->config;
     const int64_t N = m->shapes.N;
 
     // Queries: straight from norm1, or through a normalised latent.
     if (c->q_lora) {
-        linear_forward(s->cq, s->norm1, &w[WQA], N, m->ctx);
-        rmsnorm_forward(s->cq_norm, s->rstd_q, s->cq, c->q_lora, w[Q_NORM].w, LATENT_EPS, N, c->q_lora, m->ctx);
-        linear_forward(s->q, s->cq_norm, &w[WQB], N, m->ctx);
+        linear_forward(block->cq, block->norm1, &w[WQA], N, m->ctx);
+        rmsnorm_forward(block->cq_norm, block->rstd_q, block->cq, c->q_lora, w[Q_NORM].w, LATENT_EPS, N, c->q_lora,
+                        m->ctx);
+        linear_forward(block->q, block->cq_norm, &w[WQB], N, m->ctx);
     } else {
-        linear_forward(s->q, s->norm1, &w[WQ], N, m->ctx);
+        linear_forward(block->q, block->norm1, &w[WQ], N, m->ctx);
     }
 
     // Keys and values from the normalized latent c_kv. kva also holds k_rope, which all heads share.
-    linear_forward(s->kva, s->norm1, &w[WKVA], N, m->ctx);
-    rmsnorm_forward(s->ckv, s->rstd_kv, s->kva, w[WKVA].OC, w[KV_NORM].w, LATENT_EPS, N, c->kv_lora, m->ctx);
-    linear_forward(s->kv, s->ckv, &w[WKVB], N, m->ctx);
+    linear_forward(block->kva, block->norm1, &w[WKVA], N, m->ctx);
+    rmsnorm_forward(block->ckv, block->rstd_kv, block->kva, w[WKVA].OC, w[KV_NORM].w, LATENT_EPS, N, c->kv_lora,
+                    m->ctx);
+    linear_forward(block->kv, block->ckv, &w[WKVB], N, m->ctx);
 
     // Positions, attention, output.
-    model_rope(m, s->q, s->kva, +1);
-    attention_forward(s->att, s->lse, &m->step.state->max_logit, s->q, s->kv, s->kva + c->kv_lora, m->shapes.attention,
-                      m->ctx);
-    linear_forward(out, s->att, &w[WO], N, m->ctx);
+    model_rope(m, block->q, block->kva, +1);
+    attention_forward(block->att, block->lse, &m->step.state->max_logit, block->q, block->kv, block->kva + c->kv_lora,
+                      m->shapes.attention, m->ctx);
+    linear_forward(out, block->att, &w[WO], N, m->ctx);
 }
 
 // Where a block counts its loads and, for quantile balancing, its margins: in training alone.
@@ -42,53 +44,54 @@ static BalanceCounts router_counts(const Model* m, const Unit* u, int train) {
 
 // out = mlp(norm2)
 static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
-    BlockSaved* s = &m->blocks[u->layer];
+    BlockSaved* block = &m->blocks[u->layer];
     const int64_t N = m->shapes.N;
     if (u->kind != UNIT_DENSE) {
-        moe_forward(out, s->norm2, model_moe_weights(m, u), &s->moe, router_counts(m, u, train), m->shapes.moe,
+        moe_forward(out, block->norm2, model_moe_weights(m, u), &block->moe, router_counts(m, u, train), m->shapes.moe,
                     m->dispatch, m->pool, m->ctx);
         return;
     }
-    // A dense block. t.act is workspace: backward makes it again from h.
-    linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
-    swiglu_forward(m->t.act, s->h, N, m->config.dense_ffn, m->ctx);
-    linear_forward(out, m->t.act, &u->w[MLP2], N, m->ctx);
+    // A dense block. work.act is workspace: backward makes it again from h.
+    linear_forward(block->h, block->norm2, &u->w[MLP13], N, m->ctx);
+    swiglu_forward(m->work.act, block->h, N, m->config.dense_ffn, m->ctx);
+    linear_forward(out, m->work.act, &u->w[MLP2], N, m->ctx);
 }
 
 // From norm1 on: attention, and the norm before the MLP.
-static void attention_part(Model* m, const Weight* w, const BlockSaved* s) {
-    mla_forward(m, m->t.out, w, s);
-    residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, w[NORM2].w, m->config.norm_eps,
-                             m->shapes.N, m->config.C, m->ctx);
+static void attention_part(Model* m, const Weight* w, const BlockSaved* block) {
+    mla_forward(m, m->work.out, w, block);
+    residual_rmsnorm_forward(block->residual2, block->norm2, block->rstd2, block->residual, m->work.out, w[NORM2].w,
+                             m->config.norm_eps, m->shapes.N, m->config.C, m->ctx);
 }
 
 // Backward needs no output of the MLP, so the last product is not repeated.
 void model_rebuild_block(Model* m, const Unit* u) {
-    const BlockSaved* s = &m->blocks[u->layer];
+    const BlockSaved* block = &m->blocks[u->layer];
     const int64_t N = m->shapes.N, C = m->config.C;
-    rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
-    attention_part(m, u->w, s);
-    if (u->kind == UNIT_DENSE) linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
+    rmsnorm_forward(block->norm1, block->rstd1, block->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
+    attention_part(m, u->w, block);
+    if (u->kind == UNIT_DENSE) linear_forward(block->h, block->norm2, &u->w[MLP13], N, m->ctx);
 }
 
 void block_forward(Model* m, const Unit* u, int train) {
-    const BlockSaved* s = &m->blocks[u->layer];
+    const BlockSaved* block = &m->blocks[u->layer];
     const int64_t N = m->shapes.N, C = m->config.C;
     // The previous block's output joins the residual stream where the next norm reads it.
     if (u->layer == 0 || u->kind == UNIT_MODULE) {
-        rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
+        rmsnorm_forward(block->norm1, block->rstd1, block->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C,
+                        m->ctx);
     } else {
         const BlockSaved* previous = &m->blocks[u->layer - 1];
-        residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, previous->residual2, m->t.out, u->w[NORM1].w,
-                                 m->config.norm_eps, N, C, m->ctx);
+        residual_rmsnorm_forward(block->residual, block->norm1, block->rstd1, previous->residual2, m->work.out,
+                                 u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
     }
-    attention_part(m, u->w, s);
-    mlp_forward(m, m->t.out, u, train);
+    attention_part(m, u->w, block);
+    mlp_forward(m, m->work.out, u, train);
 }
 
 // The last residual add and the final norm are one op. Output k follows block L - 1 + k.
 void output_forward(Model* m, int k, const Unit* u) {
     const Output* o = &m->outputs[k];
-    residual_rmsnorm_forward(o->residual, o->norm, o->rstd, m->blocks[m->config.L - 1 + k].residual2, m->t.out,
+    residual_rmsnorm_forward(o->residual, o->norm, o->rstd, m->blocks[m->config.L - 1 + k].residual2, m->work.out,
                              u->w[FINAL_NORM].w, m->config.norm_eps, m->shapes.N, m->config.C, m->ctx);
 }

@@ -130,7 +130,7 @@ static void plan_block(Arena* a, BlockSaved* block, const Model* m, int dense_ml
 // Buffers of one block at a time. Only `out`, `dx` and `dembed` carry values to the next.
 static void plan_scratch(Arena* a, Model* m) {
     const ModelConfig* c = &m->config;
-    Workspace* work = &m->t;
+    Workspace* work = &m->work;
     int64_t N = m->shapes.N;
     // Residual stream and dense MLP.
     ARENA(a, "block output", ELEMENT_X, N * c->C, 1, &work->out);
@@ -218,7 +218,7 @@ static void plan_workspace(Model* m, Backend backend) {
     Arena* scratch = &m->arena[IN_SCRATCH];
     const int64_t N = m->shapes.N, moe_blocks = config_blocks(c) - c->dense_layers;
     const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
-    m->t.chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
+    m->work.chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
     if (s->linear_precision || s->expert_precision) linear_plan(scratch, &m->gemms, N, 1 + (int)c->mtp);
     m->shapes.moe.windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && moe_blocks > 0;
@@ -338,7 +338,7 @@ Model* model_create(const Settings* s, Ranks* world) {
         m->blocks[l] = m->rebuilt;
         m->blocks[l].residual = residual;
     }
-    m->outputs[m->config.mtp].dnorm = m->t.dnorm;  // that of the last one is used at once
+    m->outputs[m->config.mtp].dnorm = m->work.dnorm;  // that of the last one is used at once
 
     // Communicators, shards, and the pool, which may be symmetric memory.
     if (m->layout.ranks > 1) connect(m, world);

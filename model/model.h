@@ -95,13 +95,13 @@ typedef struct StepInputs {
 typedef struct Step {
     StepInputs* inputs;
     StepState* state;
-    int64_t* load;      // (L + mtp, E): tokens each expert got
-    int64_t* margins;   // (L + mtp, E, MARGIN_BINS): histograms; only with --balance quantile
+    int64_t* load;             // (L + mtp, E): tokens each expert got
+    int64_t* margins;          // (L + mtp, E, MARGIN_BINS): histograms; only with --balance quantile
     QuantizationStats* stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
-    int measures;       // 1: this step fills stats; set before model_step_begin, cleared by model_update
-    int first;          // 1: its first micro-step
-    int late;           // 1: the MTP loss weight is already --mtp-weight-end
-    float mtp_weight;   // weight of the loss of each MTP module
+    int measures;              // 1: this step fills stats; set before model_step_begin, cleared by model_update
+    int first;                 // 1: its first micro-step
+    int late;                  // 1: the MTP loss weight is already --mtp-weight-end
+    float mtp_weight;          // weight of the loss of each MTP module
 } Step;
 
 // Captured graphs: 16 kinds of micro-steps (model/step.c), and the update.
@@ -127,7 +127,7 @@ typedef struct Model {
     BlockSaved* blocks;         // (L + mtp)
     BlockSaved rebuilt;         // the memory that blocks share with --recompute block
     Output outputs[1 + MTP_MAX];
-    Workspace t;
+    Workspace work;
     GemmWorkspace gemms;  // workspace shared by MXFP8 GEMMs
 
     // MoE blocks.
@@ -178,7 +178,8 @@ void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases (model/update.c). stop: see StepState.
 void model_update(Model* model, int stop);
-// Why steps do not run as CUDA graphs (device/graph.h), as a message; NULL: they do, except steps with quantization statistics.
+// Why steps do not run as CUDA graphs (device/graph.h), as a message; NULL: they do, except steps with quantization
+// statistics.
 const char* model_unreplayed(const Model* model);
 
 // Logits (V) of token n of the current batch, copied to the host; after model_forward.

@@ -34,9 +34,9 @@ static void output_loss(Model* m, int k, Weight* w, double* sum, float dscale) {
     const int64_t N = m->shapes.B * (m->shapes.T - k), C = m->config.C;
     const Output* o = &m->outputs[k];
     const int32_t* targets = m->targets + k * m->shapes.N;
-    for (int64_t n = 0; n < N; n += m->t.chunk) {
-        const int64_t rows = min_i64(m->t.chunk, N - n);
-        floatX *x = o->norm + n * C, *logits = m->t.logits;
+    for (int64_t n = 0; n < N; n += m->work.chunk) {
+        const int64_t rows = min_i64(m->work.chunk, N - n);
+        floatX *x = o->norm + n * C, *logits = m->work.logits;
         linear_forward(logits, x, w, rows, m->ctx);
         cross_entropy(m->losses + n, logits, targets + n, rows, m->config.V, w->OC, dscale, m->ctx);
         if (dscale != 0) linear_backward(o->dnorm + n * C, logits, x, w, rows, m->ctx);
@@ -80,8 +80,8 @@ void model_backward(Model* m, float aux, int last) {
     // The embedding. MTP modules read it too, so their summed gradient is added.
     real* dtable = m->units[0].buffer[DENSE_PARAMS].grad;
     unit_grads_begin(m, 0);
-    embedding_backward(dtable, m->t.dx, m->tokens, N, m->config.V, C, m->ctx);
-    if (m->mtp_modules) embedding_backward(dtable, m->t.dembed, m->tokens, N, m->config.V, C, m->ctx);
+    embedding_backward(dtable, m->work.dx, m->tokens, N, m->config.V, C, m->ctx);
+    if (m->mtp_modules) embedding_backward(dtable, m->work.dembed, m->tokens, N, m->config.V, C, m->ctx);
     unit_grads_end(m, 0, last);
     if (last) grads_wait(m->sharding, m->ctx);
 }
@@ -91,8 +91,8 @@ void model_logits(Model* m, int64_t n, real* host_logits) {
     ASSERT(n < m->shapes.N);
     // One row of logits, as float32 for the host.
     const Unit* u = unit_begin(m, head, -1);
-    linear_forward(m->t.logits, m->outputs[0].norm + n * m->config.C, &u->w[LM_HEAD], 1, m->ctx);
+    linear_forward(m->work.logits, m->outputs[0].norm + n * m->config.C, &u->w[LM_HEAD], 1, m->ctx);
     unit_end(m, head);
-    device_to_real(m->t.logits_row, m->t.logits, m->config.V, m->ctx);
-    device_download(host_logits, m->t.logits_row, (size_t)m->config.V * sizeof(real), m->ctx);
+    device_to_real(m->work.logits_row, m->work.logits, m->config.V, m->ctx);
+    device_download(host_logits, m->work.logits_row, (size_t)m->config.V * sizeof(real), m->ctx);
 }

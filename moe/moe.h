@@ -30,9 +30,8 @@ typedef struct MoeShape {
     int32_t windows;                            // as in DispatchShape
 } MoeShape;
 
-// Weights with their gradients, which are = or += as in Weight. Shapes: w13 is E / ep of (2F, C), w2 is E / ep of (C,
-// F). Their
-// statistics cover x, dy, the activation and its gradient too.
+// Weights with their gradients, which are = or += as in Weight. w13 is E / ep matrices (2F, C), w2 is E / ep matrices
+// (C, F). Their statistics cover x, dy, the activation and its gradient too.
 typedef struct MoeWeights {
     const floatX* router;              // (E, C)
     real* drouter;                     // (E, C), +=

@@ -78,7 +78,7 @@ static void check_micro_batches(const char* more) {
         char line[512];
         snprintf(line, sizeof(line), SMALL "--batch %d --tokens-per-step 160 --aux-loss 0.01 %s", 8 / splits[k], more);
         Model* split = fresh(line);
-        split->t.chunk = 16;  // several products of the classifier per micro-step
+        split->work.chunk = 16;  // several products of the classifier per micro-step
         double other = accumulate(split, 8);
         CHECK(fabs(other / loss - 1) < (BF16 ? 1e-4 : 1e-6), "%d micro-steps: loss %.9g, in one %.9g", splits[k], other,
               loss);
@@ -379,7 +379,7 @@ static void bad_step(void) {
     model_step_begin(m, 2);
     model_forward(m, 1);
     model_loss(m, m->step.state, 1.0f / 40);
-    device_upload(m->t.dnorm + 5, &nan_value, sizeof(nan_value), m->ctx);
+    device_upload(m->work.dnorm + 5, &nan_value, sizeof(nan_value), m->ctx);
     model_backward(m, 0, 1);
     model_update(m, 0);
     real *w2 = host_masters(m, &m->units[2].buffer[EXPERT_PARAMS], 0, n), *bias2 = host_copy(m, m->bias, cells);

@@ -403,7 +403,7 @@ static void test_linear_of_models(void) {
         for (int p = 0; p < 1 + has_fast(ctx); p++) {
             Model* m = fresh(models[i], precisions[p]);
             const ModelConfig* c = &m->config;
-            const Workspace* t = &m->t;
+            const Workspace* t = &m->work;
             const Way way = ways[p];
             const int64_t N = m->settings.batch * m->settings.seq_len, qk = c->nope + c->rope, C = c->C;
             const int64_t kva_rows = c->kv_lora + c->rope, kv_rows = c->H * (c->nope + c->v);
