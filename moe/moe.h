@@ -30,7 +30,7 @@ typedef struct MoeShape {
     int32_t windows;                            // as in DispatchShape
 } MoeShape;
 
-// Weights with their gradients, which are = or += as in Weight. w13 is E / ep matrices (2F, C), w2 is E / ep matrices
+// Weights with their gradients, which are = or += as in Weight. Each of the E / ep experts has a w13 (2F, C) and a w2
 // (C, F). Their statistics cover x, dy, the activation and its gradient too.
 typedef struct MoeWeights {
     const floatX* router;              // (E, C)
