@@ -1,6 +1,9 @@
 #include "grouped/grouped_gemm.h"
 
+#include <stdlib.h>
+
 #include "device/cpu.h"
+#include "grouped/experts.h"
 
 // Grouped GEMM on the CPU. Experts have different numbers of rows, so threads take (expert, tile) pairs dynamically.
 // Tile i is an expert's rows from i * TILE on; it is empty for an expert with fewer rows.
@@ -21,18 +24,45 @@ void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r,
         }
 }
 
-void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+int grouped_gemm_gathers(const Ctx* ctx) { return 0; }
+
+// The rows of an operand by token, to be freed.
+static floatX* permuted(const floatX* tokens, Ragged r, int64_t columns, Ctx* ctx) {
+    floatX* rows = (floatX*)malloc((size_t)(r.capacity * columns) * sizeof(floatX) + 1);
+    ASSERT(rows);
+    permute_rows(rows, tokens, r, (size_t)columns * sizeof(floatX), ctx);
+    return rows;
+}
+
+void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, Ragged r, int64_t C, int64_t F,
+                         Ctx* ctx) {
+    floatX* rows = permuted(x, r, C, ctx);
+    grouped_gemm_forward(h, rows, w13, r, C, 2 * F, ctx);
+    experts_swiglu_forward(a, h, r, F, ctx);
+    free(rows);
+}
+
+void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, GroupedRows order, Ragged r, int64_t IC,
+                        int64_t OC, Ctx* ctx) {
     int64_t tiles = most_tiles(r);
+    floatX* rows_of_dy = order == DY_BY_TOKEN ? permuted(dy, r, OC, ctx) : NULL;
+    if (rows_of_dy) dy = rows_of_dy;
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int64_t tile = 0; tile < tiles; tile++)
         for (int32_t e = 0; e < r.El; e++) {
             int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
             if (rows > 0) gemm(0, 0, rows, IC, OC, 1, dy + at * OC, OC, w + e * OC * IC, IC, 0, dx + at * IC, IC);
         }
+    free(rows_of_dy);
 }
 
-void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, int accumulate,
-                        Ctx* ctx) {
+void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,
+                        int64_t OC, int accumulate, Ctx* ctx) {
+    floatX* rows = order == DY_BY_TOKEN  ? permuted(dy, r, OC, ctx)
+                   : order == X_BY_TOKEN ? permuted(x, r, IC, ctx)
+                                         : NULL;
+    if (order == DY_BY_TOKEN) dy = rows;
+    if (order == X_BY_TOKEN) x = rows;
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int32_t e = 0; e < r.El; e++)
         for (int64_t o = 0; o < OC; o += TILE) {
@@ -40,9 +70,10 @@ void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, i
             gemm(1, 0, min_i64(TILE, OC - o), IC, r.group_rows[e], 1, dy + at * OC + o, OC, x + at * IC, IC, accumulate,
                  dw + (e * OC + o) * IC, IC);
         }
+    free(rows);
 }
 
-void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC,
-                                Ctx* ctx) {
-    grouped_gemm_wgrad(dw, dy, x, r, IC, OC, 0, ctx);
+void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,
+                                int64_t OC, Ctx* ctx) {
+    grouped_gemm_wgrad(dw, dy, x, order, r, IC, OC, 0, ctx);
 }

@@ -28,9 +28,11 @@
 // tiles: each loads half of it and multicasts it to both.
 //
 // Bound by the tensor cores under the card's power limit. With few rows per expert wgrad is bound by the traffic of dW.
+#include "grouped/experts.h"
 #include "grouped/grouped_gemm.h"
-#include "grouped/grouped_gemm_parts.cuh"
+#include "grouped/grouped_gemm_gather.cuh"
 #include "grouped/grouped_gemm_portable.cuh"
+#include "layers/activation.h"
 
 namespace {
 
@@ -43,6 +45,27 @@ struct Dgrad : Forward {
 };
 struct Wgrad : Dgrad {
     static constexpr bool OVER_ROWS = true, ZERO_EMPTY = true, K_ROWS_A = true;
+};
+
+// The same with A, or B, by token. The blocks of a cluster share the other operand, which is multicast.
+template <typename P>
+struct TokensA : P {
+    static constexpr bool GATHER_A = true;
+    static constexpr int HELPERS = GATHER_WARPS, HELPER_ARRIVALS = GATHER_THREADS;
+};
+struct WgradTokensB : Wgrad {
+    static constexpr bool GATHER_B = true, SIDE_BY_SIDE = true;
+    static constexpr int HELPERS = GATHER_WARPS, HELPER_ARRIVALS = GATHER_THREADS;
+};
+
+// Forward of W13 from x by token, with SwiGLU in the epilogue.
+struct Swiglu : TokensA<Forward> {
+    static constexpr bool GATE_UP = true;
+};
+
+// The tensor maps of the outputs. Swiglu: h as (2, rows, F), and the activation.
+struct Outputs {
+    CUtensorMap out, activation;
 };
 
 // A tile of each shape: its parts of 128 rows, 64 for each of the two warpgroups, and its columns.
@@ -84,6 +107,7 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
     int before = 0;
     for (int k_block = 0; k_block < k_blocks; k_block++) {
         barrier_wait(&s.full_barriers[stage.index], stage.phase);
+        if (P::HELPERS) fence_async();  // cp.async writes like ordinary code
         const uint64_t at = stage.index * (STAGE_BYTES / 16);
         wgmma_fence();
 #pragma unroll
@@ -105,10 +129,36 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
     release(s, before, lane);
 }
 
+// Two columns of silu(gate) * up, from the values as h holds them: rounded to bf16.
+__device__ __forceinline__ uint32_t swiglu_pair(const float* gate, const float* up) {
+    const uint32_t g = pack_bf16(gate[0], gate[1]), u = pack_bf16(up[0], up[1]);
+    const float g0 = __uint_as_float(g << 16), g1 = __uint_as_float(g & 0xffff0000);
+    const float u0 = __uint_as_float(u << 16), u1 = __uint_as_float(u & 0xffff0000);
+    return pack_bf16(swiglu(g0, u0, sigmoid_fast(g0)), swiglu(g1, u1, sigmoid_fast(g1)));
+}
+
+// Epilogue of Swiglu for a warp's 16 rows: the gate's and the up's half of h, then the activation of both.
+template <int N>
+__device__ __forceinline__ void write_swiglu(Writer& writer, const float (&d)[N / 2], const Outputs* to, int n, int m,
+                                             int columns, int valid) {
+    const float *gate = d, *up = d + N / 4;
+    write<floatX, N / 2>(writer, gate, n, columns, valid,
+                         [&](const void* piece, int c) { tma_store(&to->out, piece, c, m, 0); });
+    write<floatX, N / 2>(writer, up, n, columns, valid,
+                         [&](const void* piece, int c) { tma_store(&to->out, piece, c, m, 1); });
+    write_filled<floatX, N / 2>(
+        writer, n, columns,
+        [&](uint8_t* piece, int i) {
+            put_pairs(piece, valid, writer.lane, [&](int j) { return swiglu_pair(gate + i + j, up + i + j); });
+        },
+        [&](const void* piece, int c) { tma_store(&to->activation, piece, c, m); });
+}
+
 // One tile: mainloop and epilogue.
 template <typename P, typename Out, int SHAPE>
-__device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const CUtensorMap* out, int columns, int add,
+__device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const Outputs* to, int columns, int add,
                                         RingSlot<STAGES>& stage, Writer& writer) {
+    const CUtensorMap* out = &to->out;
     // Mainloop: the tile's sums.
     const int warp = threadIdx.x / 32 - 4;
     float d[PARTS<SHAPE>][COLUMNS<SHAPE> / 2];
@@ -120,7 +170,9 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
         // Epilogue. Wgrad: dW_e = or += the sums. Else y or dx = the sums, zeros in pad rows. (The work tile is read
         // from shared memory only here, to save registers.)
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
-        if (P::OVER_ROWS)
+        if constexpr (P::GATE_UP)
+            write_swiglu<COLUMNS<SHAPE>>(writer, d[part], to, item.n / 2, m, columns / 2, item.valid - row);
+        else if (P::OVER_ROWS)
             write<Out, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16,
                                        [&](const void* piece, int n) { tma_write(add, out, piece, n, m, expert); });
         else
@@ -131,7 +183,7 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
 
 // A consumer warp: tile after tile.
 template <typename P, typename Out>
-__device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int columns, int add) {
+__device__ __forceinline__ void consume(Shared& s, const Outputs* out, int columns, int add) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     Writer writer = {s.stores[warp], 0, lane};
     RingSlot<STAGES> stage = {0, 0};
@@ -144,7 +196,7 @@ __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int c
         if (item.k_blocks == 0) break;
 
         // Its tile, by shape.
-        if (shape == WIDE)
+        if (!P::SIDE_BY_SIDE && shape == WIDE)
             compute<P, Out, WIDE>(s, item, out, columns, add, stage, writer);
         else if (shape == TALL)
             compute<P, Out, TALL>(s, item, out, columns, add, stage, writer);
@@ -165,9 +217,12 @@ __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int c
 template <typename P, typename Out>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                        const __grid_constant__ CUtensorMap out, const Groups g) {
+                        const __grid_constant__ Outputs out, const Groups g, const Tokens tokens) {
     run_block<P>(
-        &a, &b, &out, g, [&](Shared& s) { consume<P, Out>(s, &out, g.N, g.add); }, [](Shared&) {});
+        &a, &b, &out.out, g, [&](Shared& s) { consume<P, Out>(s, &out, g.N, g.add); },
+        [&](Shared& s) {
+            if constexpr (P::HELPERS) gather<P>(s, tokens);
+        });
 }
 
 // --- The host's side ---
@@ -185,42 +240,77 @@ bool check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
 
 }  // namespace
 
+int grouped_gemm_gathers(const Ctx* ctx) { return !ctx->portable; }
+
+// The operand to gather. A kernel that gathers does not read its map of that operand.
+static Tokens tokens_of(const floatX* x, const Ragged& r, int64_t columns) {
+    return {x, r.row_token, (int)r.capacity, (int)columns};
+}
+
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
     if (ctx->portable) return grouped_gemm_portable_forward(y, x, w, r, IC, OC, ctx);
     launch(grouped_gemm_kernel<Forward, floatX>, ctx, matrix_map(x, 0, r.capacity, IC, BOX, ctx),
-           matrix_map(w, r.El, OC, IC, BOX, ctx), matrix_map(y, 0, r.capacity, OC, 16, ctx),
-           groups_of(r, 0, OC, IC, ctx));
+           matrix_map(w, r.El, OC, IC, BOX, ctx), Outputs{matrix_map(y, 0, r.capacity, OC, 16, ctx), {}},
+           groups_of(r, 0, OC, IC, ctx), Tokens{});
 }
 
-void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+// h as (2, rows, F): the gate's half of each row, and the up's. W13 as (2 El, F, C). The scheduler's columns are pairs,
+// in whole boxes of both.
+void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, Ragged r, int64_t C, int64_t F,
+                         Ctx* ctx) {
+    if (!check_sizes(r, C, F)) return;
+    ASSERT(!ctx->portable);
+    const int64_t size[3] = {F, r.capacity, 2}, stride[2] = {2 * F, F};
+    const int box[3] = {BOX, 16, 1};
+    const CUtensorMap by = matrix_map(w13, 2 * r.El, F, C, BOX, ctx);
+    launch(grouped_gemm_kernel<Swiglu, floatX>, ctx, by, by,
+           Outputs{tensor_map(h, 3, size, stride, box, ctx), matrix_map(a, 0, r.capacity, F, 16, ctx)},
+           groups_of(r, 0, 2 * round_up(F, BOX), C, ctx), tokens_of(x, r, C));
+}
+
+void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, GroupedRows order, Ragged r, int64_t IC,
+                        int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
     if (ctx->portable) return grouped_gemm_portable_dgrad(dx, dy, w, r, IC, OC, ctx);
-    launch(grouped_gemm_kernel<Dgrad, floatX>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
-           matrix_map(w, r.El, OC, IC, BOX, ctx), matrix_map(dx, 0, r.capacity, IC, 16, ctx),
-           groups_of(r, 0, IC, OC, ctx));
+    const CUtensorMap by = matrix_map(w, r.El, OC, IC, BOX, ctx);
+    const Outputs out = {matrix_map(dx, 0, r.capacity, IC, 16, ctx), {}};
+    const Groups g = groups_of(r, 0, IC, OC, ctx);
+    if (order == DY_BY_TOKEN)
+        launch(grouped_gemm_kernel<TokensA<Dgrad>, floatX>, ctx, by, by, out, g, tokens_of(dy, r, OC));
+    else
+        launch(grouped_gemm_kernel<Dgrad, floatX>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx), by, out, g,
+               Tokens{});
 }
 
 // The contraction runs over whole k blocks of 64 rows. Pad rows at an expert's end are zeros in dy and x and add
 // nothing.
 template <typename Out>
-static void wgrad(Out* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, int accumulate,
-                  Ctx* ctx) {
+static void wgrad(Out* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC, int64_t OC,
+                  int accumulate, Ctx* ctx) {
     if (!check_sizes(r, IC, OC))
         return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(Out), ctx);
     if (ctx->portable) return grouped_gemm_portable_wgrad(dw, dy, x, r, IC, OC, accumulate, ctx);
+    const Outputs out = {matrix_map(dw, r.El, OC, IC, 16, ctx), {}};
     Groups g = groups_of(r, OC, IC, r.capacity, ctx);
     g.add = accumulate;
-    launch(grouped_gemm_kernel<Wgrad, Out>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
-           matrix_map(x, 0, r.capacity, IC, BOX, ctx), matrix_map(dw, r.El, OC, IC, 16, ctx), g);
+    if (order == DY_BY_TOKEN) {
+        const CUtensorMap b = matrix_map(x, 0, r.capacity, IC, BOX, ctx);
+        return launch(grouped_gemm_kernel<TokensA<Wgrad>, Out>, ctx, b, b, out, g, tokens_of(dy, r, OC));
+    }
+    const CUtensorMap a = matrix_map(dy, 0, r.capacity, OC, BOX, ctx);
+    if (order == X_BY_TOKEN)
+        launch(grouped_gemm_kernel<WgradTokensB, Out>, ctx, a, a, out, g, tokens_of(x, r, IC));
+    else
+        launch(grouped_gemm_kernel<Wgrad, Out>, ctx, a, matrix_map(x, 0, r.capacity, IC, BOX, ctx), out, g, Tokens{});
 }
 
-void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, int accumulate,
-                        Ctx* ctx) {
-    wgrad(dw, dy, x, r, IC, OC, accumulate, ctx);
+void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,
+                        int64_t OC, int accumulate, Ctx* ctx) {
+    wgrad(dw, dy, x, order, r, IC, OC, accumulate, ctx);
 }
 
-void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC,
-                                Ctx* ctx) {
-    wgrad(dw, dy, x, r, IC, OC, 0, ctx);
+void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,
+                                int64_t OC, Ctx* ctx) {
+    wgrad(dw, dy, x, order, r, IC, OC, 0, ctx);
 }

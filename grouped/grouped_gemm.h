@@ -19,12 +19,21 @@
 // y[r] = W_e x[r] for the rows r of every expert e
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
+// 1: these GEMMs can read an operand by token, (N, columns): its row r is x[row_token[r]]. 0: permute_rows comes first.
+int grouped_gemm_gathers(const Ctx* ctx);
+typedef enum GroupedRows { ALL_BY_ROW, DY_BY_TOKEN, X_BY_TOKEN } GroupedRows;
+
+// Forward and SwiGLU (grouped/experts.h) from x by token: h = W13_e x, a = silu(h_gate) * h_up. w13 (El, 2F, C)
+void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, Ragged ragged, int64_t C, int64_t F,
+                         Ctx* ctx);
+
 // dx[r] = W_e^T dy[r]
-void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, GroupedRows order, Ragged ragged, int64_t IC,
+                        int64_t OC, Ctx* ctx);
 
 // dW_e = sum of dy[r] x[r]^T over the rows r of expert e, 0 without rows; += with accumulate 1
-void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
-                        int accumulate, Ctx* ctx);
+void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged ragged, int64_t IC,
+                        int64_t OC, int accumulate, Ctx* ctx);
 // The same without accumulation: the float32 sums are rounded once.
-void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
-                                Ctx* ctx);
+void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged ragged,
+                                int64_t IC, int64_t OC, Ctx* ctx);

@@ -44,7 +44,7 @@ struct Shared {
     uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
     WorkItem items[ITEMS];
     Queue queue;
-    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // factors of B's columns, from a second producer warp
+    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // factors of B's columns, from a helper warp
 };
 
 // A slot in a ring of N, and the parity of the phase to wait for there. The producer begins with parity 1, that of the
@@ -73,7 +73,26 @@ __device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, ui
     if (!SEVERAL && !TO_BOTH) tma_load(to, map, full, x, y);
 }
 
-// Loads the k blocks of a work tile, one stage for each. The shared operand is multicast: this block loads every other
+// Boxes of a tile's operands in a stage.
+__device__ __forceinline__ int boxes_of_a(int shape) { return shape == TALL ? 4 : 2; }
+template <typename P>
+__device__ __forceinline__ int boxes_of_b(int shape) {
+    return !P::SIDE_BY_SIDE && shape == WIDE ? 4 : 2;
+}
+
+// Box i of B: its first column, and its matrix. GATE_UP: B is (2 El, F, K), an expert's gate and its up. The first half
+// of a tile's columns are columns of the gate, the other half the same ones of the up.
+struct BoxOfB {
+    int n, matrix;
+};
+template <typename P>
+__device__ __forceinline__ BoxOfB box_of_b(const WorkItem& item, int i, int boxes) {
+    if (!P::GATE_UP) return {item.n + i * BOX, item.expert};
+    const int up = i >= boxes / 2;
+    return {item.n / 2 + (i - up * boxes / 2) * BOX, 2 * item.expert + up};
+}
+
+// Loads the k blocks of a work tile, one stage for each, but for an operand that helpers gather. The shared operand is multicast: this block loads every other
 // box of it for both blocks. A full barrier counts the bytes of all boxes, also of those that the peer loads.
 //
 // One thread runs this loop, and must keep ahead of the tensor cores. With fast products its instructions for a k block
@@ -82,19 +101,20 @@ __device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, ui
 template <typename P, bool COMMON_A>
 __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const WorkItem& item,
                                             int rank, RingSlot<STAGES>& stage) {
-    const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = !P::SIDE_BY_SIDE && item.shape == WIDE ? 4 : 2;
+    const int a_boxes = boxes_of_a(item.shape), b_boxes = boxes_of_b<P>(item.shape);
+    const int by_tma = (P::GATHER_A ? 0 : a_boxes) + (P::GATHER_B ? 0 : b_boxes);
     for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += P::BLOCK_K) {
         // A free stage, and the bytes to expect.
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);
         uint64_t* full = &s.full_barriers[stage.index];
         uint8_t* to = s.stages[stage.index];
-        barrier_expect(full, (a_boxes + b_boxes) * BOX_BYTES);
+        barrier_expect(full, by_tma * BOX_BYTES);
 
         // A's boxes at the front.
 #pragma unroll
         for (int j = 0; j < (COMMON_A ? 2 : 4); j++) {
             const int i = COMMON_A ? CLUSTER * j + rank : j, m = item.m + i * BOX;
-            if (i < a_boxes)
+            if (!P::GATHER_A && i < a_boxes)
                 load_box<false, COMMON_A>(to + i * BOX_BYTES, a, full, P::K_ROWS_A ? m : k, P::K_ROWS_A ? k : m, 0);
         }
 
@@ -102,10 +122,11 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
         to += (STAGE_BOXES - b_boxes) * BOX_BYTES;
 #pragma unroll
         for (int j = 0; j < (COMMON_A ? 4 : 2); j++) {
-            const int i = COMMON_A ? j : CLUSTER * j + rank, n = item.n + i * BOX;
-            if (i < b_boxes)
-                load_box<!P::OVER_ROWS, !COMMON_A>(to + i * BOX_BYTES, b, full, P::K_ROWS_B ? n : k,
-                                                   P::K_ROWS_B ? k : n, item.expert);
+            const int i = COMMON_A ? j : CLUSTER * j + rank;
+            const BoxOfB box = box_of_b<P>(item, i, b_boxes);
+            if (!P::GATHER_B && i < b_boxes)
+                load_box<!P::OVER_ROWS, !COMMON_A>(to + i * BOX_BYTES, b, full, P::K_ROWS_B ? box.n : k,
+                                                   P::K_ROWS_B ? k : box.n, box.matrix);
         }
         stage.advance();
     }
@@ -177,22 +198,22 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
     }
 }
 
-// A block from start to end. consume(s) is the work of a consumer warp. With two PRODUCERS, the second one runs
-// overlap(s): it reads the work tiles, and fills stages too. Problem is Groups, or what else a Scheduler takes.
-template <typename P, typename Scheduler = TileScheduler<P>, typename Problem, typename Consume, typename Overlap>
+// A block from start to end. consume(s) is the work of a consumer warp. HELPERS run help(s): they read the work tiles,
+// and fill stages too. Problem is Groups, or what else a Scheduler takes.
+template <typename P, typename Scheduler = TileScheduler<P>, typename Problem, typename Consume, typename Help>
 __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
-                                          const Problem& g, Consume consume, Overlap overlap) {
-    // Barriers, each with the number of arrivals that ends a phase. A stage is filled by one thread of each producer.
+                                          const Problem& g, Consume consume, Help help) {
+    // Barriers, each with the number of arrivals that ends a phase. A stage is filled by the producer and the helpers.
     // It is released by the consumer warps of both blocks, as both may load into it. A work tile's slot is released by
     // all warps that read it.
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared& s = *(Shared*)memory;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++)
-            barrier_init(&s.full_barriers[i], P::PRODUCERS), barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
+            barrier_init(&s.full_barriers[i], 1 + P::HELPER_ARRIVALS), barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
         for (int i = 0; i < ITEMS; i++)
             barrier_init(&s.item_full_barriers[i], 1),
-                barrier_init(&s.item_empty_barriers[i], WARPS + P::PRODUCERS - 1);
+                barrier_init(&s.item_empty_barriers[i], WARPS + P::HELPERS);
         for (int i = 0; i < QUEUE; i++) barrier_init(&s.queue.full_barriers[i], 1);
         barrier_init_fence();
         tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
@@ -208,8 +229,8 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
         registers_fewer<56>();
         if (threadIdx.x < 32)
             produce<P, Scheduler>(s, a, b, g);
-        else if (P::PRODUCERS == 2 && threadIdx.x < 64)
-            overlap(s);
+        else if (threadIdx.x < 32 * (1 + P::HELPERS))
+            help(s);
     } else {
         registers_more<224>();
         consume(s);
@@ -237,17 +258,22 @@ struct Writer {
 // The eight 16-byte vectors of a row are swizzled as TMA expects: vector i of row r is at i ^ r % 8. Rows from `valid`
 // on become zeros, whatever their sums are.
 
-// 64 columns as bf16. (The packed values are masked: writing to d itself would serialize wgmma.)
-__device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int lane, floatX*) {
+// 64 columns as bf16: pair(i) packs the values of accumulators i and i + 1. (The packed values are masked: writing to
+// the accumulators themselves would serialize wgmma.)
+template <typename Pair>
+__device__ __forceinline__ void put_pairs(uint8_t* to, int valid, int lane, Pair pair) {
     const uint32_t keep = lane / 4 < valid ? ~0u : 0, keep8 = lane / 4 + 8 < valid ? ~0u : 0;
     // Lanes 0-7, 8-15 address rows 0-7 and 8-15 of 8 columns, lanes 16-31 those of the next 8.
     const uint32_t at = shared_address(to) + lane % 16 * 128;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-        const float* p = d + j * 4;
-        store_matrices(at + ((j + lane / 16) ^ lane % 8) * 16, pack_bf16(p[0], p[1]) & keep,
-                       pack_bf16(p[2], p[3]) & keep8, pack_bf16(p[4], p[5]) & keep, pack_bf16(p[6], p[7]) & keep8);
-    }
+    for (int j = 0; j < 8; j += 2)
+        store_matrices(at + ((j + lane / 16) ^ lane % 8) * 16, pair(4 * j) & keep, pair(4 * j + 2) & keep8,
+                       pair(4 * j + 4) & keep, pair(4 * j + 6) & keep8);
+}
+
+// The accumulators themselves.
+__device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int lane, floatX*) {
+    put_pairs(to, valid, lane, [&](int i) { return pack_bf16(d[i], d[i + 1]); });
 }
 
 // 32 columns of float32. Odd rows write their columns in another order, which avoids bank conflicts.
@@ -267,20 +293,28 @@ __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int 
         }
 }
 
-// Stores the warp's 16 rows of N columns from n on, up to `columns`, 128 bytes wide at a time. For each buffer: `put`
-// fills it, the fence makes it visible to TMA, and `send` starts the TMA store at the given column.
-template <typename Out, int N, typename Send>
-__device__ __forceinline__ void write(Writer& w, const float (&d)[N / 2], int n, int columns, int valid, Send send) {
+// Stores the warp's 16 rows of N columns from n on, up to `columns`, 128 bytes wide at a time. For each buffer:
+// fill(buffer, i) with i the first accumulator of these columns, the fence makes it visible to TMA, and `send` starts
+// the TMA store at the given column.
+template <typename Out, int N, typename Fill, typename Send>
+__device__ __forceinline__ void write_filled(Writer& w, int n, int columns, Fill fill, Send send) {
     constexpr int WIDTH = 128 / sizeof(Out);
 #pragma unroll
     for (int c = 0; c < N / WIDTH; c++) {
         if (n + c * WIDTH >= columns) break;
         uint8_t* piece = w.begin();
-        put(piece, d + c * WIDTH / 2, valid, w.lane, (Out*)nullptr);
+        fill(piece, c * WIDTH / 2);
         fence_async();
         __syncwarp();
         if (w.lane == 0) send(piece, n + c * WIDTH), tma_commit();
     }
+}
+
+// The same from the accumulators d.
+template <typename Out, int N, typename Send>
+__device__ __forceinline__ void write(Writer& w, const float* d, int n, int columns, int valid, Send send) {
+    write_filled<Out, N>(
+        w, n, columns, [&](uint8_t* piece, int i) { put(piece, d + i, valid, w.lane, (Out*)nullptr); }, send);
 }
 
 // --- The host's side ---

@@ -47,7 +47,9 @@ struct Pass {
 
     // For the loads: in memory the operand's rows are the contraction. Else the contraction runs along the rows.
     static constexpr bool K_ROWS_A = false, K_ROWS_B = false;
-    static constexpr int PRODUCERS = 1;  // warps that fill a stage (grouped/grouped_gemm_parts.cuh)
+    static constexpr bool GATHER_A = false, GATHER_B = false;  // the operand's rows are gathered by token
+    static constexpr bool GATE_UP = false;                     // B's columns are pairs of a gate's and an up's
+    static constexpr int HELPERS = 0, HELPER_ARRIVALS = 0;     // warps beside the producer, their arrivals for a stage
 };
 
 enum { CLUSTER = 2 };  // thread blocks

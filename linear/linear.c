@@ -202,7 +202,7 @@ void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
     else if (w->format)
         grouped_gemm_forward(dx, dy.value, w->back.value, r, w->OC, w->IC, ctx);
     else
-        grouped_gemm_dgrad(dx, dy.value, w->w, r, w->IC, w->OC, ctx);
+        grouped_gemm_dgrad(dx, dy.value, w->w, dy.by_token ? DY_BY_TOKEN : ALL_BY_ROW, r, w->IC, w->OC, ctx);
 }
 
 // a = swiglu(h) in `format`, in out's buffers.
@@ -219,8 +219,13 @@ static Rows activation(Rows out, const floatX* h, const Format* format, Ragged r
     return out;
 }
 
-Rows grouped_swiglu(Rows out, const floatX* h, const Weight* w2, Ragged r, Ctx* ctx) {
+Rows grouped_forward_swiglu(Rows out, floatX* h, Rows x, const Weight* w13, const Weight* w2, Ragged r, Ctx* ctx) {
     const int64_t F = w2->IC;
+    if (x.by_token) {
+        grouped_gemm_swiglu(h, out.value, x.value, w13->w, r, w13->IC, F, ctx);
+        return rows_of_values(out.value, r.capacity, F);
+    }
+    grouped_forward(h, x, w13, r, ctx);
     // Statistics take values. Unused rows are zeros, which they do not count.
     if (w2->format && w2->stats) {
         device_zero(out.value, (size_t)(r.capacity * F) * sizeof(floatX), ctx);
@@ -264,13 +269,14 @@ int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backen
     return format_packed(wgrad) ? wgrad->gemms->wgrad_rows(rows, El, backend) : rows;
 }
 
-// An operand of wgrad as values of ragged rows, rounded down the columns of each group.
-static const floatX* wgrad_rows(Rows x, Rows memory, const Format* wgrad, Ragged r, Ctx* ctx) {
-    if (x.by_token) x = rows_permute(memory, x, r, ctx);
+// An operand of wgrad as values: by token if the GEMM gathers it, else by row, rounded down the columns of each group.
+static Rows wgrad_rows(Rows x, Rows memory, const Format* wgrad, Ragged r, Ctx* ctx) {
+    if (x.by_token) x = rows_gathered(memory, x, r, ctx);
+    if (x.by_token) return x;
     x.count = r.capacity;
     x = rows_as(memory, x, NULL, ctx);
     if (wgrad) wgrad->round_columns(wgrad, x.value, x.value, r, x.columns, ctx);
-    return x.value;
+    return x;
 }
 
 void grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged r, Ctx* ctx) {
@@ -280,10 +286,12 @@ void grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memo
         w->wgrad->gemms->grouped_wgrad(w, dy, dy_memory, x, x_memory, r, ctx);
         return;
     }
-    const floatX *dy_rows = wgrad_rows(dy, dy_memory, w->wgrad, r, ctx),
-                 *rows = wgrad_rows(x, x_memory, w->wgrad, r, ctx);
+    dy = wgrad_rows(dy, dy_memory, w->wgrad, r, ctx);
+    x = wgrad_rows(x, x_memory, w->wgrad, r, ctx);
+    ASSERT(!dy.by_token || !x.by_token);
+    const GroupedRows order = dy.by_token ? DY_BY_TOKEN : x.by_token ? X_BY_TOKEN : ALL_BY_ROW;
     if (w->rounded_grad)
-        grouped_gemm_wgrad_rounded(w->rounded_grad, dy_rows, rows, r, w->IC, w->OC, ctx);
+        grouped_gemm_wgrad_rounded(w->rounded_grad, dy.value, x.value, order, r, w->IC, w->OC, ctx);
     else
-        grouped_gemm_wgrad(w->grad, dy_rows, rows, r, w->IC, w->OC, w->accumulate, ctx);
+        grouped_gemm_wgrad(w->grad, dy.value, x.value, order, r, w->IC, w->OC, w->accumulate, ctx);
 }

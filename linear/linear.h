@@ -86,17 +86,17 @@ void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx);
 // dgrad, and wgrad of this weight alone.
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
 
-// x and dy are in the weight's format (rows_as).
+// x and dy are in the weight's format (rows_as), by row or from rows_gathered. grouped_forward takes x by row.
 void grouped_forward(floatX* y, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);
 void grouped_dgrad(floatX* dx, Rows dy, const Weight* weight, Ragged ragged, Ctx* ctx);
-// The activation between an expert's GEMMs (grouped/experts.h), in the format of the second GEMM's weight w2, in out's
-// buffers: a = swiglu(h). out.value has (capacity, F) where statistics are measured.
-Rows grouped_swiglu(Rows out, const floatX* h, const Weight* w2, Ragged ragged, Ctx* ctx);
+// An expert's first GEMM and its activation (grouped/experts.h): h = W13 x, and a = swiglu(h) in the format of the
+// second GEMM's weight w2, in out's buffers. out.value has (capacity, F) where statistics are measured.
+Rows grouped_forward_swiglu(Rows out, floatX* h, Rows x, const Weight* w13, const Weight* w2, Ragged ragged, Ctx* ctx);
 // Its backward with the gate, whose output dh is the first GEMM's dy, in the format of its weight w13. *for_wgrad: dh
 // for grouped_wgrad, in the memory of tensors.dh.
 Rows grouped_swiglu_backward(Rows out, Rows* for_wgrad, ExpertsBackward tensors, const Weight* w13, Ragged ragged,
                              Ctx* ctx);
-// dW = dy^T x over the rows of each expert. An operand by token is permuted first. `memory` of dy and of x: buffers for
+// dW = dy^T x over the rows of each expert. An operand by token is permuted first, or gathered. `memory` of dy and of x: buffers for
 // an operand that is permuted or changes its form (grouped_wgrad_plan). Values are rounded in place.
 void grouped_wgrad(const Weight* weight, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged ragged, Ctx* ctx);
 // Rows of a buffer for an operand of wgrad, which may have more than the ragged rows.

@@ -1,6 +1,7 @@
 #include "linear/rows.h"
 
 #include "device/check.h"
+#include "grouped/grouped_gemm.h"
 
 void rows_plan(Arena* a, const char* name, Rows* rows, int values, const Format* packed, int64_t count,
                int64_t columns) {
@@ -51,4 +52,8 @@ Rows rows_permute(Rows out, Rows tokens, Ragged r, Ctx* ctx) {
         permute_rows(out.bytes.scale, tokens.bytes.scale, r, (size_t)tokens.format->scale_bytes(tokens.columns), ctx);
     }
     return out;
+}
+
+Rows rows_gathered(Rows out, Rows tokens, Ragged r, Ctx* ctx) {
+    return !tokens.format && grouped_gemm_gathers(ctx) ? tokens : rows_permute(out, tokens, r, ctx);
 }

@@ -31,3 +31,5 @@ Rows rows_pack(Rows out, Rows x, const Format* format, Ctx* ctx);
 
 // The rows of the ragged buffer from their tokens, in the form of the tokens, in out's buffers. Pad rows are zeros.
 Rows rows_permute(Rows out, Rows tokens, Ragged ragged, Ctx* ctx);
+// The same for a GEMM: the tokens themselves where it gathers its rows (grouped/grouped_gemm.h).
+Rows rows_gathered(Rows out, Rows tokens, Ragged ragged, Ctx* ctx);

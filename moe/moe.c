@@ -34,11 +34,10 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
     // 3. The received tokens into rows, sorted by expert.
     const Ragged ragged = saved->ragged;
     permute_plan(ragged, t.exchange.received_expert, t.exchange.received_gate, route->received, s.router.K, ctx);
-    const Rows rows = rows_permute(t.rows, saved->x, ragged, ctx);
+    const Rows rows = rows_gathered(t.rows, saved->x, ragged, ctx);
 
     // 4. Each expert's MLP: W2 swiglu(W13 x).
-    grouped_forward(saved->h, rows, w.w13, ragged, ctx);
-    const Rows act = grouped_swiglu(t.act, saved->h, w.w2, ragged, ctx);
+    const Rows act = grouped_forward_swiglu(t.act, saved->h, rows, w.w13, w.w2, ragged, ctx);
     grouped_forward(t.rows.value, act, w.w2, ragged, ctx);
 
     // 5. Combine: all-to-all of the gate-weighted sums, overlapped with the shared MLP's second GEMM.
@@ -88,8 +87,9 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
         grouped_forward(saved->h, rows_permute(t.rows, saved->x, ragged, ctx), w.w13, ragged, ctx);
     }
 
-    // 4. da' = dy W2; da = gate da', dgate = <da', a> and dh; dx = dh W13.
-    const Rows dy_rows = rows_permute(t.rows, dy_here, ragged, ctx);
+    // 4. da' = dy W2; da = gate da', dgate = <da', a> and dh; dx = dh W13. With several ranks the sums that combine
+    // sends overwrite the received dy, so W2's wgrad needs a copy of its rows.
+    const Rows dy_rows = (s.ep > 1 ? rows_permute : rows_gathered)(t.rows, dy_here, ragged, ctx);
     grouped_dgrad(t.dact, dy_rows, w.w2, ragged, ctx);
     const ExpertsBackward tensors = {t.dh, t.act, t.drow_gate, t.dact, saved->h};
     Rows dh_wgrad;

@@ -7,7 +7,7 @@
 
 namespace {
 
-// The two GEMMs: forward and dgrad, and wgrad, whose column scales come from a second producer warp. A k block is 128
+// The two GEMMs: forward and dgrad, and wgrad, whose column scales come from a helper warp. A k block is 128
 // bytes wide.
 struct Mx : Pass {
     static constexpr int BLOCK_K = MX_CHUNK;
@@ -15,7 +15,7 @@ struct Mx : Pass {
 };
 struct MxWgrad : Mx {
     static constexpr bool OVER_ROWS = true;
-    static constexpr int PRODUCERS = 2;
+    static constexpr int HELPERS = 1, HELPER_ARRIVALS = 1;
 };
 
 // An output of wgrad: its sizes, and the first rows of A and of B that are its own.

@@ -236,7 +236,7 @@ static void test_against_values(void) {
     grouped_gemm_mx_wgrad(by_bytes.dev, {qdy.dev, sdy.dev}, {qx.dev, sx.dev}, l.end, r, IC, OC, 1, ctx);
     mx_round_columns(x.dev, x.dev, r, IC, {MX_RCEIL, 128}, ctx);
     mx_round_columns(dy.dev, dy.dev, r, OC, {MX_RCEIL, 128}, ctx);
-    grouped_gemm_wgrad(by_values.dev, dy.dev, x.dev, r, IC, OC, 1, ctx);
+    grouped_gemm_wgrad(by_values.dev, dy.dev, x.dev, ALL_BY_ROW, r, IC, OC, 1, ctx);
     by_bytes.host = by_values.got();
     CHECK_CLOSE(by_bytes, TENSOR_TOLERANCE);
 }

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "grouped/experts.h"
 #include "grouped/grouped_gemm.h"
 #include "layers/matmul.h"
 #include "tests/ragged.cuh"
@@ -41,10 +42,10 @@ struct Products {
         CUDA_CHECK(cudaMemcpy(added.dev, start.dev, (size_t)start.n * sizeof(real), cudaMemcpyDeviceToDevice));
         CUDA_CHECK(cudaDeviceSynchronize());
         grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
-        grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
-        grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, 0, ctx);
-        grouped_gemm_wgrad(added.dev, dy.dev, x.dev, l.device(), IC, OC, 1, ctx);
-        grouped_gemm_wgrad_rounded(rounded.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
+        grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, ALL_BY_ROW, l.device(), IC, OC, ctx);
+        grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 0, ctx);
+        grouped_gemm_wgrad(added.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 1, ctx);
+        grouped_gemm_wgrad_rounded(rounded.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, ctx);
     }
     std::vector<std::vector<double>> got() { return {y.got(), dx.got(), dw.got(), added.got(), rounded.got()}; }
 
@@ -52,9 +53,9 @@ struct Products {
     void refer() {
         added.host = start.host;
         REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
-        REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
-        REFERENCE(grouped_gemm_wgrad)(dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, 0, reference_ctx);
-        REFERENCE(grouped_gemm_wgrad)(added.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, 1, reference_ctx);
+        REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), ALL_BY_ROW, l.reference(), IC, OC, reference_ctx);
+        REFERENCE(grouped_gemm_wgrad)(dw.ref(), dy.ref(), x.ref(), ALL_BY_ROW, l.reference(), IC, OC, 0, reference_ctx);
+        REFERENCE(grouped_gemm_wgrad)(added.ref(), dy.ref(), x.ref(), ALL_BY_ROW, l.reference(), IC, OC, 1, reference_ctx);
     }
     void check(const Rows& nan_in_rows = {}, const Rows& nan_in_weights = {}) {
         check_rows("y", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE, nan_in_rows);
@@ -179,6 +180,106 @@ static void test_nan_stays(void) {
     });
 }
 
+// Operands by token: the same bits as from permute_rows and the GEMMs by row, and SwiGLU as its own kernel computes it.
+// The order of each sum is the same, so nothing may differ. The tokens of rows behind the last group are no tokens: a
+// kernel that reads them faults.
+struct ByToken {
+    enum { N = 77 };
+    int64_t IC, OC;
+    Layout l;
+    I32 token;
+    X x, dy, x_rows, dy_rows, w, w13, own_h, h, own_a, a, own_dx, dx, own_rounded, rounded;
+    R own_dw, dw;
+
+    ByToken(const Rows& rows, int64_t IC, int64_t OC)
+        : IC(IC),
+          OC(OC),
+          l(rows),
+          token(l.held),
+          x(N * IC, 11),
+          dy(N * OC, 12),
+          x_rows(l.held * IC),
+          dy_rows(l.held * OC),
+          w(l.El() * OC * IC, 13),
+          w13(l.El() * 2 * OC * IC, 14),
+          own_h(l.held * 2 * OC),
+          h(l.held * 2 * OC),
+          own_a(l.held * OC),
+          a(l.held * OC),
+          own_dx(l.held * IC),
+          dx(l.held * IC),
+          own_rounded(l.El() * OC * IC),
+          rounded(l.El() * OC * IC),
+          own_dw(l.El() * OC * IC),
+          dw(l.El() * OC * IC) {
+        for (int64_t r = 0; r < l.held; r++)
+            token.host[(size_t)r] = r >= l.end ? INT32_MAX : l.expert(r) < 0 ? -1 : (int32_t)draw_below(15, r, N);
+        token.send();
+        for (X* t : {&own_h, &h, &own_a, &a, &own_dx, &dx, &own_rounded, &rounded, &x_rows, &dy_rows}) t->poison_dev();
+        for (R* t : {&own_dw, &dw}) t->poison_dev();
+        settle();
+    }
+    template <typename T>
+    void equal(const char* what, const T& one, const T& other) {
+        const auto p = one.got(), q = other.got();
+        CHECK(!memcmp(p.data(), q.data(), p.size() * sizeof(double)), "%s differs by token", what);
+    }
+    void check() {
+        Ragged r = l.device();
+        r.row_token = token.dev;
+        permute_rows(x_rows.dev, x.dev, r, (size_t)IC * sizeof(floatX), ctx);
+        permute_rows(dy_rows.dev, dy.dev, r, (size_t)OC * sizeof(floatX), ctx);
+
+        grouped_gemm_forward(own_h.dev, x_rows.dev, w13.dev, r, IC, 2 * OC, ctx);
+        experts_swiglu_forward(own_a.dev, own_h.dev, r, OC, ctx);
+        grouped_gemm_swiglu(h.dev, a.dev, x.dev, w13.dev, r, IC, OC, ctx);
+        equal("h", own_h, h), equal("a", own_a, a);
+
+        grouped_gemm_dgrad(own_dx.dev, dy_rows.dev, w.dev, ALL_BY_ROW, r, IC, OC, ctx);
+        grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, DY_BY_TOKEN, r, IC, OC, ctx);
+        equal("dx", own_dx, dx);
+
+        grouped_gemm_wgrad(own_dw.dev, dy_rows.dev, x_rows.dev, ALL_BY_ROW, r, IC, OC, 0, ctx);
+        grouped_gemm_wgrad_rounded(own_rounded.dev, dy_rows.dev, x_rows.dev, ALL_BY_ROW, r, IC, OC, ctx);
+        for (const GroupedRows order : {DY_BY_TOKEN, X_BY_TOKEN}) {
+            const floatX *of_dy = order == DY_BY_TOKEN ? dy.dev : dy_rows.dev,
+                         *of_x = order == X_BY_TOKEN ? x.dev : x_rows.dev;
+            dw.poison_dev(), rounded.poison_dev(), settle();
+            grouped_gemm_wgrad(dw.dev, of_dy, of_x, order, r, IC, OC, 0, ctx);
+            grouped_gemm_wgrad_rounded(rounded.dev, of_dy, of_x, order, r, IC, OC, ctx);
+            equal("dW", own_dw, dw), equal("rounded dW", own_rounded, rounded);
+            grouped_gemm_wgrad(dw.dev, of_dy, of_x, order, r, IC, OC, 1, ctx);  // twice
+            const auto once = own_dw.got(), twice = dw.got();
+            int64_t wrong = 0;
+            for (size_t i = 0; i < once.size(); i++) wrong += twice[i] != 2 * once[i];
+            CHECK(wrong == 0, "%lld of dW were not added to", (long long)wrong);
+        }
+    }
+};
+
+static void by_token(const Rows& rows, int64_t IC, int64_t OC) {
+    int before = test_failures_here;
+    ByToken(rows, IC, OC).check();
+    if (test_failures_here > before)
+        printf("    with IC %lld, OC %lld, %zu experts\n", (long long)IC, (long long)OC, rows.size());
+}
+
+static void test_by_token(void) {
+    if (!grouped_gemm_gathers(ctx)) return;
+    const int64_t sizes[] = {8, 24, 64, 72, 128, 136, 264};
+    for (int64_t IC : sizes)
+        for (int64_t OC : sizes) by_token({129, 0, 1, 130}, IC, OC);
+    for (int32_t n : {0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 400}) by_token({1, n, 128}, 264, 136);
+    by_token({0, 0, 0, 0, 0, 1111, 0, 0}, 328, 520);
+    by_token({0, 0, 0}, 64, 128);
+    by_token(random_rows(64, 150, 3), 264, 768);
+    by_token(random_rows(160, 20, 5), 96, 64);
+    by_token({129, 0, 300, 1}, 2048, 1408);
+    by_token({2300, 0, 4400}, 40, 392);
+    by_token({130, 0, 40}, 392, 4232);
+    by_token({130, 0, 40}, 4232, 136);
+}
+
 // Rows whose size is no multiple of 16 bytes end the run with exit code 2 before any work. Tested in a process of its
 // own.
 static void test_refuses_sizes(void) {
@@ -201,6 +302,8 @@ int main(int argc, char** argv) {
     if (argc > 1 && !strcmp(argv[1], "small")) {
         compare({129, 0, 1, 130}, 72, 136);
         compare({1, 300, 128}, 136, 264);
+        by_token({129, 0, 1, 130}, 72, 136);
+        by_token({1, 300, 128}, 136, 264);
         return test_failures_here != 0;
     }
     RUN(test_refuses_sizes);
@@ -212,5 +315,6 @@ int main(int argc, char** argv) {
     RUN(test_bands);
     RUN(test_repeats);
     RUN(test_nan_stays);
+    RUN(test_by_token);
     return test_summary();
 }
