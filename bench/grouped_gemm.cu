@@ -26,7 +26,7 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
     for (int pass = 0; pass < 3; pass++) {
         auto mine = [&] {
             if (pass == 0) grouped_gemm_forward((floatX*)ours, x, w, g.r, IC, OC, ctx);
-            if (pass == 1) grouped_gemm_dgrad((floatX*)ours, y, w, ALL_BY_ROW, g.r, IC, OC, ctx);
+            if (pass == 1) grouped_gemm_dgrad((floatX*)ours, y, w, g.r, IC, OC, ctx);
             if (pass == 2) grouped_gemm_wgrad((real*)ours, y, x, ALL_BY_ROW, g.r, IC, OC, 1, ctx);
         };
         auto library = [&] {

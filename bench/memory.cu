@@ -244,7 +244,7 @@ static void bench_moe(int64_t N) {
         row("unpermute_rows, +=", "N 6 of 64", 2 * x + rows_x,
             [&](int i) { unpermute_rows(tokens[i], rows[i], NULL, r, N, K, C, 1, ctx); });
         row("unpermute_gates", "N 6 of 64", 12.0 * (double)(N * K),
-            [&](int i) { unpermute_gates(dgate[i], drow_gate[i], r, N, K, ctx); });
+            [&](int i) { unpermute_gates(dgate[i], drow_gate[i], 1, r, N, K, ctx); });
     }
     // SwiGLU of the experts.
     {

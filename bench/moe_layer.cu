@@ -16,6 +16,7 @@
 
 #include "bench/data.cuh"
 #include "device/pool.h"
+#include "grouped/grouped_gemm.h"
 #include "moe/moe.h"
 #include "moe/moe_buffers.h"
 
@@ -123,10 +124,10 @@ static void bench(const Case& c) {
     const Ragged r = m.ragged;
     permute_plan(r, m.route.expert, m.route.gate, N, c.K, ctx);
     Rows rows, act;
-    const Sums sums = {t.rows.value, r, m.route.gate, NULL};
+    const Sums sums = {t.rows.value, r, m.route.gate, NULL, 0};
     auto gather = [&] { rows = rows_permute(t.rows, m.x, r, ctx); };
     auto first = [&] {
-        act = grouped_forward_swiglu(t.act, m.h, rows_gathered(t.rows, m.x, r, ctx), &w13, &w2, r, ctx);
+        act = grouped_forward_swiglu(t.act, m.h, rows_gathered(t.rows, m.x, 0, r, ctx), &w13, &w2, r, ctx);
     };
     auto second = [&] { grouped_forward(t.rows.value, act, &w2, r, ctx); };
     auto sum = [&] { combine_receive(d, &m.route, &t.exchange, sums, y, 0, NULL, ctx); };
@@ -143,32 +144,44 @@ static void bench(const Case& c) {
     MoeBackwardBuffers b;
     moe_take_backward(pool, &b, &m, s);
     const Rows dy_here = {N, C, NULL, 0, 1, 0, dy, {NULL, NULL}}, gated = rows_of_values(b.act, r.capacity, F);
-    Rows dyr = dy_here, dh, dh_wgrad;
+    Rows dy_rows = dy_here, dh, dh_wgrad;
     const ExpertsBackward tensors = {b.dh, b.act, b.drow_gate, b.dact, m.h};
-    const Sums sums_dx = {b.dact, r, NULL, b.drow_gate};
-    auto begin = [&] { dyr = rows_gathered(b.rows, dy_here, r, ctx); };
-    auto dgrad2 = [&] { grouped_dgrad(b.dact, dyr, &w2, r, ctx); };
-    auto dswiglu = [&] { dh = grouped_swiglu_backward(b.dh_quantized, &dh_wgrad, tensors, &w13, r, ctx); };
+    Sums sums_dx = {b.dact, r, NULL, b.drow_gate, 1};
+    auto dgrad2 = [&] {
+        dh = grouped_dgrad_swiglu(b.dh_quantized, &dh_wgrad, &sums_dx.gate_parts, tensors, b.dact, dy_rows, &w2, &w13,
+                                  r, ctx);
+    };
+    auto first_dgrad = [&] { dy_rows = rows_gathered(b.rows, dy_here, F, r, ctx), dgrad2(); };
     auto dgrad13 = [&] { grouped_dgrad(b.dact, dh, &w13, r, ctx); };
     auto sum_dx = [&] { combine_receive(d, &m.route, &b.exchange, sums_dx, dx, 0, b.dgate, ctx); };
-    auto wgrad2 = [&] { grouped_wgrad(&w2, dyr, b.rows, gated, b.dh_quantized, r, ctx); };
+    auto wgrad2 = [&] { grouped_wgrad(&w2, dy_rows, b.rows, gated, b.dh_quantized, r, ctx); };
     auto wgrad13 = [&] { grouped_wgrad(&w13, dh_wgrad, b.dh_quantized, m.x, b.rows, r, ctx); };
-    auto backward = [&] { begin(), dgrad2(), dswiglu(), dgrad13(), sum_dx(), wgrad2(), wgrad13(); };
+    auto backward = [&] { first_dgrad(), dgrad13(), sum_dx(), wgrad2(), wgrad13(); };
     row("**backward**, dW in bf16", 6, backward);
     gradients_in_bf16(false);
     row("**backward**, dW in float32", 6, backward);
     gradients_in_bf16(true);
-    row("dgrad W2", 1, dgrad2);
-    row("SwiGLU backward", 0, dswiglu);
+    row("dy's rows, dgrad W2 with SwiGLU backward", 1, first_dgrad);
     row("dgrad W13", 2, dgrad13);
     row("sum of dx, dgate", 0, sum_dx);
     row("wgrad W2", 1, wgrad2);
-    row("wgrad W13", 2, wgrad13);
-    row("by row: dy permuted", 0, [&] { dyr = rows_permute(b.rows, dy_here, r, ctx); });
-    row("by row: dgrad W2", 1, dgrad2);
+    row("x's rows, wgrad W13", 2, wgrad13);
+
+    // The same by row, with kernels of their own, and by token whatever the width.
+    const ExpertsBackward by_row = {b.dh, b.act, b.drow_gate, b.dact, m.h};
+    row("by row: dy permuted", 0, [&] { dy_rows = rows_permute(b.rows, dy_here, r, ctx); });
+    row("by row: dgrad W2", 1, [&] { grouped_dgrad(b.dact, dy_rows, &w2, r, ctx); });
+    row("by row: SwiGLU backward", 0, [&] { experts_swiglu_backward(by_row, r, F, ctx); });
+    row("by row: dgrad W2 with SwiGLU backward", 1, dgrad2);
     row("by row: wgrad W2", 1, wgrad2);
     const Rows x_rows = rows_permute(b.rows, m.x, r, ctx);
     row("by row: wgrad W13", 2, [&] { grouped_wgrad(&w13, dh_wgrad, b.dh_quantized, x_rows, b.rows, r, ctx); });
+    dy_rows = dy_here;
+    row("by token: dgrad W2 with SwiGLU backward", 1, dgrad2);
+    row("by token: wgrad W2", 1,
+        [&] { grouped_gemm_wgrad_rounded(rounded2, dy, gated.value, DY_BY_TOKEN, r, F, C, ctx); });
+    row("by token: wgrad W13", 2,
+        [&] { grouped_gemm_wgrad_rounded(rounded13, b.dh, m.x.value, X_BY_TOKEN, r, C, 2 * F, ctx); });
 
     ctx_sync(ctx);
     dispatch_destroy(d);

@@ -1,5 +1,5 @@
-// Backward of SwiGLU with the gate (grouped/experts.h) for eight columns of a row. Two kernels use it: experts.cu's, and
-// one of mx/ that also quantizes, and rounds `a` first.
+// Backward of SwiGLU with the gate (grouped/experts.h) for eight columns of a row. Two kernels use it: experts.cu's,
+// and one of mx/ that also quantizes, and rounds `a` first.
 #pragma once
 
 #include "grouped/experts.h"

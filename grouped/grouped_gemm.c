@@ -3,7 +3,6 @@
 #include <stdlib.h>
 
 #include "device/cpu.h"
-#include "grouped/experts.h"
 
 // Grouped GEMM on the CPU. Experts have different numbers of rows, so threads take (expert, tile) pairs dynamically.
 // Tile i is an expert's rows from i * TILE on; it is empty for an expert with fewer rows.
@@ -24,7 +23,7 @@ void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r,
         }
 }
 
-int grouped_gemm_gathers(const Ctx* ctx) { return 0; }
+int grouped_gemm_fuses(const Ctx* ctx) { return 0; }
 
 // The rows of an operand by token, to be freed.
 static floatX* permuted(const floatX* tokens, Ragged r, int64_t columns, Ctx* ctx) {
@@ -42,18 +41,26 @@ void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w1
     free(rows);
 }
 
-void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, GroupedRows order, Ragged r, int64_t IC,
-                        int64_t OC, Ctx* ctx) {
+void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX* w2, GroupedRows order, Ragged r,
+                               int64_t C, int64_t F, Ctx* ctx) {
+    const int64_t parts = grouped_gemm_gate_parts(F);
+    floatX* rows = order == DY_BY_TOKEN ? permuted(dy, r, C, ctx) : NULL;
+    real* dgate = t.drow_gate;
+    grouped_gemm_dgrad((floatX*)t.da_ungated, rows ? rows : dy, w2, r, F, C, ctx);
+    experts_swiglu_backward(t, r, F, ctx);
+    // A row's sum is its first part, the others are zeros.
+    for (int64_t i = r.group_start[r.El] * parts - 1; i >= 0; i--) dgate[i] = i % parts ? 0 : dgate[i / parts];
+    free(rows);
+}
+
+void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     int64_t tiles = most_tiles(r);
-    floatX* rows_of_dy = order == DY_BY_TOKEN ? permuted(dy, r, OC, ctx) : NULL;
-    if (rows_of_dy) dy = rows_of_dy;
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int64_t tile = 0; tile < tiles; tile++)
         for (int32_t e = 0; e < r.El; e++) {
             int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
             if (rows > 0) gemm(0, 0, rows, IC, OC, 1, dy + at * OC, OC, w + e * OC * IC, IC, 0, dx + at * IC, IC);
         }
-    free(rows_of_dy);
 }
 
 void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,

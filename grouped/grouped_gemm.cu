@@ -28,11 +28,10 @@
 // tiles: each loads half of it and multicasts it to both.
 //
 // Bound by the tensor cores under the card's power limit. With few rows per expert wgrad is bound by the traffic of dW.
-#include "grouped/experts.h"
 #include "grouped/grouped_gemm.h"
 #include "grouped/grouped_gemm_gather.cuh"
 #include "grouped/grouped_gemm_portable.cuh"
-#include "layers/activation.h"
+#include "grouped/grouped_gemm_swiglu.cuh"
 
 namespace {
 
@@ -63,9 +62,9 @@ struct Swiglu : TokensA<Forward> {
     static constexpr bool GATE_UP = true;
 };
 
-// The tensor maps of the outputs. Swiglu: h as (2, rows, F), and the activation.
-struct Outputs {
-    CUtensorMap out, activation;
+// Dgrad of W2, with the backward of SwiGLU in the epilogue.
+struct DgradSwiglu : Dgrad {
+    static constexpr int EPILOGUE_STAGES = 4;
 };
 
 // A tile of each shape: its parts of 128 rows, 64 for each of the two warpgroups, and its columns.
@@ -129,40 +128,55 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
     release(s, before, lane);
 }
 
-// Two columns of silu(gate) * up, from the values as h holds them: rounded to bf16.
-__device__ __forceinline__ uint32_t swiglu_pair(const float* gate, const float* up) {
-    const uint32_t g = pack_bf16(gate[0], gate[1]), u = pack_bf16(up[0], up[1]);
-    const float g0 = __uint_as_float(g << 16), g1 = __uint_as_float(g & 0xffff0000);
-    const float u0 = __uint_as_float(u << 16), u1 = __uint_as_float(u & 0xffff0000);
-    return pack_bf16(swiglu(g0, u0, sigmoid_fast(g0)), swiglu(g1, u1, sigmoid_fast(g1)));
-}
+// Epilogue of dgrad W2 with the backward of SwiGLU: a stage has h for 64 columns.
+template <int SHAPE>
+__device__ __forceinline__ void swiglu_backward(Shared& s, const float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2],
+                                                const WorkItem& item, const Epilogue& to, int columns,
+                                                RingSlot<STAGES>& stage, Writer& writer) {
+    const int warp = threadIdx.x / 32 - 4, lane = writer.lane;
+    constexpr int PIECES = COLUMNS<SHAPE> / BOX;
+    float weight[2] = {}, dot[2] = {};
+#pragma unroll
+    for (int i = 0; i < DgradSwiglu::EPILOGUE_STAGES; i++) {
+        barrier_wait(&s.full_barriers[stage.index], stage.phase);
+        const EpiloguePiece piece = epilogue_piece(item, SHAPE, i, columns);
+        if (i < PARTS<SHAPE> * PIECES && piece.exists) {
+            // The gates of this lane's two rows, and the gradients.
+            constexpr int LAST = PIECES - 1;
+            const int part = i / PIECES, row = part * SQUARE_SIDE + warp * 16, first = item.m + row + lane / 4;
+            if (i % PIECES == 0)
+                for (int half = 0; half < 2; half++)
+                    weight[half] = first + 8 * half < to.rows ? to.row_gate[first + 8 * half] : 0;
+            write_swiglu_backward(writer, d[i < PARTS<SHAPE> * PIECES ? part : 0] + i % PIECES * (BOX / 2),
+                                  s.stages[stage.index], to, piece.column, item.m + row, columns, item.valid - row,
+                                  weight, dot);
 
-// Epilogue of Swiglu for a warp's 16 rows: the gate's and the up's half of h, then the activation of both.
-template <int N>
-__device__ __forceinline__ void write_swiglu(Writer& writer, const float (&d)[N / 2], const Outputs* to, int n, int m,
-                                             int columns, int valid) {
-    const float *gate = d, *up = d + N / 4;
-    write<floatX, N / 2>(writer, gate, n, columns, valid,
-                         [&](const void* piece, int c) { tma_store(&to->out, piece, c, m, 0); });
-    write<floatX, N / 2>(writer, up, n, columns, valid,
-                         [&](const void* piece, int c) { tma_store(&to->out, piece, c, m, 1); });
-    write_filled<floatX, N / 2>(
-        writer, n, columns,
-        [&](uint8_t* piece, int i) {
-            put_pairs(piece, valid, writer.lane, [&](int j) { return swiglu_pair(gate + i + j, up + i + j); });
-        },
-        [&](const void* piece, int c) { tma_store(&to->activation, piece, c, m); });
+            // <da', a> of 128 columns, summed in a fixed order.
+            if (i % 2 == 1 || i % PIECES == LAST || piece.column + BOX >= columns)
+                for (int half = 0; half < 2; half++) {
+                    float sum = dot[half];
+                    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+                    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                    if (lane % 4 == 0 && first + 8 * half < to.rows)
+                        to.drow_gate[(int64_t)(first + 8 * half) * to.parts + piece.column / SQUARE_SIDE] = sum;
+                    dot[half] = 0;
+                }
+        }
+        __syncwarp();
+        release(s, stage.index, lane);
+        stage.advance();
+    }
 }
 
 // One tile: mainloop and epilogue.
 template <typename P, typename Out, int SHAPE>
-__device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const Outputs* to, int columns, int add,
+__device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const Epilogue& to, int columns, int add,
                                         RingSlot<STAGES>& stage, Writer& writer) {
-    const CUtensorMap* out = &to->out;
     // Mainloop: the tile's sums.
     const int warp = threadIdx.x / 32 - 4;
     float d[PARTS<SHAPE>][COLUMNS<SHAPE> / 2];
     multiply<P, SHAPE>(s, d, item.k_blocks, warp / 4, writer.lane, stage);
+    if constexpr (P::EPILOGUE_STAGES) return swiglu_backward<SHAPE>(s, d, item, to, columns, stage, writer);
     if (!item.store) return;
 
 #pragma unroll
@@ -171,19 +185,19 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const O
         // from shared memory only here, to save registers.)
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         if constexpr (P::GATE_UP)
-            write_swiglu<COLUMNS<SHAPE>>(writer, d[part], to, item.n / 2, m, columns / 2, item.valid - row);
+            write_swiglu<COLUMNS<SHAPE>>(writer, d[part], to, item.n / 2, m, to.columns, item.valid - row);
         else if (P::OVER_ROWS)
             write<Out, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16,
-                                       [&](const void* piece, int n) { tma_write(add, out, piece, n, m, expert); });
+                                       [&](const void* piece, int n) { tma_write(add, &to.out, piece, n, m, expert); });
         else
             write<Out, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, item.valid - row,
-                                       [&](const void* piece, int n) { tma_store(out, piece, n, m); });
+                                       [&](const void* piece, int n) { tma_store(&to.out, piece, n, m); });
     }
 }
 
 // A consumer warp: tile after tile.
 template <typename P, typename Out>
-__device__ __forceinline__ void consume(Shared& s, const Outputs* out, int columns, int add) {
+__device__ __forceinline__ void consume(Shared& s, const Epilogue& to, int columns, int add) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     Writer writer = {s.stores[warp], 0, lane};
     RingSlot<STAGES> stage = {0, 0};
@@ -197,11 +211,11 @@ __device__ __forceinline__ void consume(Shared& s, const Outputs* out, int colum
 
         // Its tile, by shape.
         if (!P::SIDE_BY_SIDE && shape == WIDE)
-            compute<P, Out, WIDE>(s, item, out, columns, add, stage, writer);
+            compute<P, Out, WIDE>(s, item, to, columns, add, stage, writer);
         else if (shape == TALL)
-            compute<P, Out, TALL>(s, item, out, columns, add, stage, writer);
+            compute<P, Out, TALL>(s, item, to, columns, add, stage, writer);
         else
-            compute<P, Out, SQUARE>(s, item, out, columns, add, stage, writer);
+            compute<P, Out, SQUARE>(s, item, to, columns, add, stage, writer);
 
         // Release the slot of the work tile.
         __syncwarp();
@@ -217,12 +231,13 @@ __device__ __forceinline__ void consume(Shared& s, const Outputs* out, int colum
 template <typename P, typename Out>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                        const __grid_constant__ Outputs out, const Groups g, const Tokens tokens) {
+                        const __grid_constant__ Epilogue to, const Groups g, const Tokens tokens) {
     run_block<P>(
-        &a, &b, &out.out, g, [&](Shared& s) { consume<P, Out>(s, &out, g.N, g.add); },
+        &a, &b, &to.out, g, [&](Shared& s) { consume<P, Out>(s, to, g.N, g.add); },
         [&](Shared& s) {
             if constexpr (P::HELPERS) gather<P>(s, tokens);
-        });
+        },
+        &to.h);
 }
 
 // --- The host's side ---
@@ -240,46 +255,75 @@ bool check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
 
 }  // namespace
 
-int grouped_gemm_gathers(const Ctx* ctx) { return !ctx->portable; }
+int grouped_gemm_fuses(const Ctx* ctx) { return !ctx->portable; }
 
 // The operand to gather. A kernel that gathers does not read its map of that operand.
 static Tokens tokens_of(const floatX* x, const Ragged& r, int64_t columns) {
     return {x, r.row_token, (int)r.capacity, (int)columns};
 }
 
+template <typename T>
+static Epilogue plain(const T* out, int64_t depth, int64_t rows, int64_t columns, Ctx* ctx) {
+    Epilogue to = {};
+    to.out = matrix_map(out, depth, rows, columns, 16, ctx);
+    return to;
+}
+
+// h or dh as (2, rows, F): gate and up of each row.
+static CUtensorMap gate_up_map(const floatX* h, const Ragged& r, int64_t F, int rows, Ctx* ctx) {
+    const int64_t size[3] = {F, r.capacity, 2}, stride[2] = {2 * F, F};
+    const int box[3] = {BOX, rows, 1};
+    return tensor_map(h, 3, size, stride, box, ctx);
+}
+
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
     if (ctx->portable) return grouped_gemm_portable_forward(y, x, w, r, IC, OC, ctx);
     launch(grouped_gemm_kernel<Forward, floatX>, ctx, matrix_map(x, 0, r.capacity, IC, BOX, ctx),
-           matrix_map(w, r.El, OC, IC, BOX, ctx), Outputs{matrix_map(y, 0, r.capacity, OC, 16, ctx), {}},
-           groups_of(r, 0, OC, IC, ctx), Tokens{});
+           matrix_map(w, r.El, OC, IC, BOX, ctx), plain(y, 0, r.capacity, OC, ctx), groups_of(r, 0, OC, IC, ctx),
+           Tokens{});
 }
 
-// h as (2, rows, F): the gate's half of each row, and the up's. W13 as (2 El, F, C). The scheduler's columns are pairs,
-// in whole boxes of both.
+// W13 is (2 El, F, C). The scheduler's columns are those of gate and up, in whole boxes of both.
 void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, Ragged r, int64_t C, int64_t F,
                          Ctx* ctx) {
     if (!check_sizes(r, C, F)) return;
     ASSERT(!ctx->portable);
-    const int64_t size[3] = {F, r.capacity, 2}, stride[2] = {2 * F, F};
-    const int box[3] = {BOX, 16, 1};
-    const CUtensorMap by = matrix_map(w13, 2 * r.El, F, C, BOX, ctx);
-    launch(grouped_gemm_kernel<Swiglu, floatX>, ctx, by, by,
-           Outputs{tensor_map(h, 3, size, stride, box, ctx), matrix_map(a, 0, r.capacity, F, 16, ctx)},
-           groups_of(r, 0, 2 * round_up(F, BOX), C, ctx), tokens_of(x, r, C));
+    const CUtensorMap w = matrix_map(w13, 2 * r.El, F, C, BOX, ctx);
+    Epilogue to = {};
+    to.out = gate_up_map(h, r, F, 16, ctx);
+    to.activation = matrix_map(a, 0, r.capacity, F, 16, ctx);
+    to.columns = (int)F;
+    launch(grouped_gemm_kernel<Swiglu, floatX>, ctx, w, w, to, groups_of(r, 0, 2 * round_up(F, BOX), C, ctx),
+           tokens_of(x, r, C));
 }
 
-void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, GroupedRows order, Ragged r, int64_t IC,
-                        int64_t OC, Ctx* ctx) {
+void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
     if (ctx->portable) return grouped_gemm_portable_dgrad(dx, dy, w, r, IC, OC, ctx);
-    const CUtensorMap by = matrix_map(w, r.El, OC, IC, BOX, ctx);
-    const Outputs out = {matrix_map(dx, 0, r.capacity, IC, 16, ctx), {}};
-    const Groups g = groups_of(r, 0, IC, OC, ctx);
+    launch(grouped_gemm_kernel<Dgrad, floatX>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
+           matrix_map(w, r.El, OC, IC, BOX, ctx), plain(dx, 0, r.capacity, IC, ctx), groups_of(r, 0, IC, OC, ctx),
+           Tokens{});
+}
+
+void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX* w2, GroupedRows order, Ragged r,
+                               int64_t C, int64_t F, Ctx* ctx) {
+    if (!check_sizes(r, F, C)) return;
+    ASSERT(!ctx->portable);
+    const CUtensorMap w = matrix_map(w2, r.El, C, F, BOX, ctx);
+    const Groups g = groups_of(r, 0, F, C, ctx);
+    const Epilogue to = {gate_up_map(t.dh, r, F, 16, ctx),
+                         matrix_map(t.gated_a, 0, r.capacity, F, 16, ctx),
+                         gate_up_map(t.h, r, F, BOX, ctx),
+                         r.row_gate,
+                         t.drow_gate,
+                         (int)r.capacity,
+                         grouped_gemm_gate_parts(F),
+                         (int)F};
     if (order == DY_BY_TOKEN)
-        launch(grouped_gemm_kernel<TokensA<Dgrad>, floatX>, ctx, by, by, out, g, tokens_of(dy, r, OC));
+        launch(grouped_gemm_kernel<TokensA<DgradSwiglu>, floatX>, ctx, w, w, to, g, tokens_of(dy, r, C));
     else
-        launch(grouped_gemm_kernel<Dgrad, floatX>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx), by, out, g,
+        launch(grouped_gemm_kernel<DgradSwiglu, floatX>, ctx, matrix_map(dy, 0, r.capacity, C, BOX, ctx), w, to, g,
                Tokens{});
 }
 
@@ -291,18 +335,19 @@ static void wgrad(Out* dw, const floatX* dy, const floatX* x, GroupedRows order,
     if (!check_sizes(r, IC, OC))
         return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(Out), ctx);
     if (ctx->portable) return grouped_gemm_portable_wgrad(dw, dy, x, r, IC, OC, accumulate, ctx);
-    const Outputs out = {matrix_map(dw, r.El, OC, IC, 16, ctx), {}};
+    const Epilogue to = plain(dw, r.El, OC, IC, ctx);
     Groups g = groups_of(r, OC, IC, r.capacity, ctx);
     g.add = accumulate;
-    if (order == DY_BY_TOKEN) {
-        const CUtensorMap b = matrix_map(x, 0, r.capacity, IC, BOX, ctx);
-        return launch(grouped_gemm_kernel<TokensA<Wgrad>, Out>, ctx, b, b, out, g, tokens_of(dy, r, OC));
-    }
-    const CUtensorMap a = matrix_map(dy, 0, r.capacity, OC, BOX, ctx);
-    if (order == X_BY_TOKEN)
-        launch(grouped_gemm_kernel<WgradTokensB, Out>, ctx, a, a, out, g, tokens_of(x, r, IC));
+    const CUtensorMap a = matrix_map(order == DY_BY_TOKEN ? x : dy, 0, r.capacity, order == DY_BY_TOKEN ? IC : OC, BOX,
+                                     ctx),
+                      b = matrix_map(order == X_BY_TOKEN ? dy : x, 0, r.capacity, order == X_BY_TOKEN ? OC : IC, BOX,
+                                     ctx);
+    if (order == DY_BY_TOKEN)
+        launch(grouped_gemm_kernel<TokensA<Wgrad>, Out>, ctx, a, b, to, g, tokens_of(dy, r, OC));
+    else if (order == X_BY_TOKEN)
+        launch(grouped_gemm_kernel<WgradTokensB, Out>, ctx, a, b, to, g, tokens_of(x, r, IC));
     else
-        launch(grouped_gemm_kernel<Wgrad, Out>, ctx, a, matrix_map(x, 0, r.capacity, IC, BOX, ctx), out, g, Tokens{});
+        launch(grouped_gemm_kernel<Wgrad, Out>, ctx, a, b, to, g, Tokens{});
 }
 
 void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,

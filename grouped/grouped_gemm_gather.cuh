@@ -6,8 +6,8 @@
 // thread's copies for a stage are done, the hardware arrives at the stage's full barrier for it. A gathered operand is
 // not multicast: each block of a cluster gathers its own.
 //
-//     along the contraction (forward, dgrad)    A's rows are rows of the tile: their tokens are the same for each k block
-//     over rows (wgrad)                         the contraction runs over the rows: 64 tokens for each k block
+//     along the contraction (forward, dgrad)    A's rows are rows of the tile: their tokens are the same for each k
+//     block over rows (wgrad)                         the contraction runs over the rows: 64 tokens for each k block
 #pragma once
 
 #include "device/mma.cuh"
@@ -86,6 +86,11 @@ __device__ __forceinline__ void gather(Shared& s, const Tokens& t) {
                     copy_box(to + i * BOX_BYTES, P::OVER_ROWS ? over : tokens[i],
                              (P::OVER_ROWS ? first + i * BOX : k_now) + vector * 8);
             arrive_after_copies(&s.full_barriers[stage.index]);
+            stage.advance();
+        }
+        for (int i = 0; i < P::EPILOGUE_STAGES; i++) {  // nothing of these is gathered
+            barrier_wait(&s.empty_barriers[stage.index], stage.phase);
+            barrier_arrive(&s.full_barriers[stage.index]);
             stage.advance();
         }
     }

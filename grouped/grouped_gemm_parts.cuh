@@ -92,8 +92,9 @@ __device__ __forceinline__ BoxOfB box_of_b(const WorkItem& item, int i, int boxe
     return {item.n / 2 + (i - up * boxes / 2) * BOX, 2 * item.expert + up};
 }
 
-// Loads the k blocks of a work tile, one stage for each, but for an operand that helpers gather. The shared operand is multicast: this block loads every other
-// box of it for both blocks. A full barrier counts the bytes of all boxes, also of those that the peer loads.
+// Loads the k blocks of a work tile, one stage for each, but for an operand that helpers gather. The shared operand is
+// multicast: this block loads every other box of it for both blocks. A full barrier counts the bytes of all boxes, also
+// of those that the peer loads.
 //
 // One thread runs this loop, and must keep ahead of the tensor cores. With fast products its instructions for a k block
 // take about as long as the products. So the loop decides nothing that is known before it: COMMON_A, which operand is
@@ -128,6 +129,35 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
                 load_box<!P::OVER_ROWS, !COMMON_A>(to + i * BOX_BYTES, b, full, P::K_ROWS_B ? box.n : k,
                                                    P::K_ROWS_B ? k : box.n, box.matrix);
         }
+        stage.advance();
+    }
+}
+
+// Epilogue stages: after a tile's k blocks its consumers read another tensor, 128 rows and 64 columns at a time. Each
+// work tile has P::EPILOGUE_STAGES of them, whatever its shape, because both blocks of a cluster go through the same
+// stages. The part of the tile's rows that stage i has, and its columns; `exists` is false behind the tile or the
+// tensor.
+struct EpiloguePiece {
+    int part, column;
+    bool exists;
+};
+__device__ __forceinline__ EpiloguePiece epilogue_piece(const WorkItem& item, int shape, int i, int columns) {
+    const int pieces = shape == WIDE ? 4 : 2, part = i / pieces, column = item.n + i % pieces * BOX;
+    return {part, column, item.store && part < (shape == TALL ? 2 : 1) && column < columns};
+}
+
+// Loads the epilogue stages from a tensor (2, rows, columns): two boxes of rows of each matrix.
+template <typename P>
+__device__ __forceinline__ void load_epilogue(Shared& s, const CUtensorMap* from, const WorkItem& item, int columns,
+                                              RingSlot<STAGES>& stage) {
+    for (int i = 0; i < P::EPILOGUE_STAGES && item.k_blocks; i++) {
+        const EpiloguePiece piece = epilogue_piece(item, item.shape, i, columns);
+        barrier_wait(&s.empty_barriers[stage.index], stage.phase);
+        uint64_t* full = &s.full_barriers[stage.index];
+        barrier_expect(full, piece.exists ? 4 * BOX_BYTES : 0);
+        for (int box = 0; box < 4 && piece.exists; box++)
+            tma_load(s.stages[stage.index] + box * BOX_BYTES, from, full, piece.column,
+                     item.m + piece.part * SQUARE_SIDE + box % 2 * BOX, box / 2);
         stage.advance();
     }
 }
@@ -174,7 +204,8 @@ struct ClusterTiles {
 
 // The producer warp: fills both rings until there is no more work.
 template <typename P, typename Scheduler, typename Problem>
-__device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Problem& g) {
+__device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b,
+                                        const CUtensorMap* in_epilogue, const Problem& g) {
     ClusterTiles<Scheduler> tiles(g, s.queue);
     RingSlot<STAGES> stage = {0, 1};
     RingSlot<ITEMS> at = {0, 1};
@@ -189,6 +220,7 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
                 load_blocks<P, true>(s, a, b, item, tiles.rank, stage);
             else
                 load_blocks<P, false>(s, a, b, item, tiles.rank, stage);
+            if constexpr (P::EPILOGUE_STAGES) load_epilogue<P>(s, in_epilogue, item, g.N, stage);
         }
 
         // A work tile with 0 k blocks ends the consumers too.
@@ -199,10 +231,12 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
 }
 
 // A block from start to end. consume(s) is the work of a consumer warp. HELPERS run help(s): they read the work tiles,
-// and fill stages too. Problem is Groups, or what else a Scheduler takes.
+// and fill stages too. in_epilogue is the tensor of the epilogue stages. Problem is Groups, or what else a Scheduler
+// takes.
 template <typename P, typename Scheduler = TileScheduler<P>, typename Problem, typename Consume, typename Help>
 __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
-                                          const Problem& g, Consume consume, Help help) {
+                                          const Problem& g, Consume consume, Help help,
+                                          const CUtensorMap* in_epilogue = nullptr) {
     // Barriers, each with the number of arrivals that ends a phase. A stage is filled by the producer and the helpers.
     // It is released by the consumer warps of both blocks, as both may load into it. A work tile's slot is released by
     // all warps that read it.
@@ -210,10 +244,10 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
     Shared& s = *(Shared*)memory;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++)
-            barrier_init(&s.full_barriers[i], 1 + P::HELPER_ARRIVALS), barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
+            barrier_init(&s.full_barriers[i], 1 + P::HELPER_ARRIVALS),
+                barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
         for (int i = 0; i < ITEMS; i++)
-            barrier_init(&s.item_full_barriers[i], 1),
-                barrier_init(&s.item_empty_barriers[i], WARPS + P::HELPERS);
+            barrier_init(&s.item_full_barriers[i], 1), barrier_init(&s.item_empty_barriers[i], WARPS + P::HELPERS);
         for (int i = 0; i < QUEUE; i++) barrier_init(&s.queue.full_barriers[i], 1);
         barrier_init_fence();
         tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
@@ -228,7 +262,7 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
     if (threadIdx.x < 128) {
         registers_fewer<56>();
         if (threadIdx.x < 32)
-            produce<P, Scheduler>(s, a, b, g);
+            produce<P, Scheduler>(s, a, b, in_epilogue, g);
         else if (threadIdx.x < 32 * (1 + P::HELPERS))
             help(s);
     } else {

@@ -59,7 +59,10 @@ void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged
     }
 }
 
-void unpermute_gates(real* dgate, const real* drow_gate, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
+void unpermute_gates(real* dgate, const real* drow_gate, int32_t parts, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
     // Choices without a row get gradient 0.
-    for (int64_t i = 0; i < N * K; i++) dgate[i] = r.token_row[i] < 0 ? 0 : drow_gate[r.token_row[i]];
+    for (int64_t i = 0; i < N * K; i++) {
+        dgate[i] = 0;
+        for (int64_t p = 0; p < parts && r.token_row[i] >= 0; p++) dgate[i] += drow_gate[r.token_row[i] * parts + p];
+    }
 }

@@ -136,13 +136,16 @@ void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged
                  K, C, accumulate);
 }
 
-static __global__ void unpermute_gates_kernel(float* dgate, const float* drow_gate, const int32_t* token_row,
-                                              int64_t count) {
+static __global__ void unpermute_gates_kernel(float* dgate, const float* drow_gate, int32_t parts,
+                                              const int32_t* token_row, int64_t count) {
     wait_for_previous();
-    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
-    if (i < count) dgate[i] = token_row[i] < 0 ? 0 : drow_gate[token_row[i]];
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, row = i < count ? token_row[i] : -1;
+    float sum = 0;
+    for (int32_t p = 0; p < parts && row >= 0; p++) sum += drow_gate[row * parts + p];
+    if (i < count) dgate[i] = sum;
 }
 
-void unpermute_gates(real* dgate, const real* drow_gate, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
-    launch_early(unpermute_gates_kernel, blocks_for(N * K, 256), 256, 0, ctx, dgate, drow_gate, r.token_row, N * K);
+void unpermute_gates(real* dgate, const real* drow_gate, int32_t parts, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
+    launch_early(unpermute_gates_kernel, blocks_for(N * K, 256), 256, 0, ctx, dgate, drow_gate, parts, r.token_row,
+                 N * K);
 }

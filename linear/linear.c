@@ -202,7 +202,7 @@ void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
     else if (w->format)
         grouped_gemm_forward(dx, dy.value, w->back.value, r, w->OC, w->IC, ctx);
     else
-        grouped_gemm_dgrad(dx, dy.value, w->w, dy.by_token ? DY_BY_TOKEN : ALL_BY_ROW, r, w->IC, w->OC, ctx);
+        grouped_gemm_dgrad(dx, dy.value, w->w, r, w->IC, w->OC, ctx);
 }
 
 // a = swiglu(h) in `format`, in out's buffers.
@@ -235,10 +235,21 @@ Rows grouped_forward_swiglu(Rows out, floatX* h, Rows x, const Weight* w13, cons
     return activation(out, h, w2->format, r, F, ctx);
 }
 
-Rows grouped_swiglu_backward(Rows out, Rows* for_wgrad, ExpertsBackward t, const Weight* w13, Ragged r, Ctx* ctx) {
-    const int64_t F = w13->OC / 2;
+Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, ExpertsBackward t, floatX* da, Rows dy,
+                          const Weight* w2, const Weight* w13, Ragged r, Ctx* ctx) {
+    const int64_t F = w2->IC;
     const Format* format = w13->format;
     *for_wgrad = rows_of_values(t.dh, r.capacity, 2 * F);
+    t.da_ungated = da;
+
+    // SwiGLU in the epilogue.
+    if (!format && !dy.packed && grouped_gemm_fuses(ctx)) {
+        *gate_parts = grouped_gemm_gate_parts(F);
+        grouped_gemm_dgrad_swiglu(t, dy.value, w2->w, dy.by_token ? DY_BY_TOKEN : ALL_BY_ROW, r, w2->OC, F, ctx);
+        return *for_wgrad;
+    }
+    *gate_parts = 1;
+    grouped_dgrad(da, dy, w2, r, ctx);
 
     // Statistics as above.
     if (format && w13->stats) {
@@ -270,8 +281,8 @@ int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backen
 }
 
 // An operand of wgrad as values: by token if the GEMM gathers it, else by row, rounded down the columns of each group.
-static Rows wgrad_rows(Rows x, Rows memory, const Format* wgrad, Ragged r, Ctx* ctx) {
-    if (x.by_token) x = rows_gathered(memory, x, r, ctx);
+static Rows wgrad_rows(Rows x, Rows memory, int64_t other, const Format* wgrad, Ragged r, Ctx* ctx) {
+    if (x.by_token) x = rows_gathered(memory, x, other, r, ctx);
     if (x.by_token) return x;
     x.count = r.capacity;
     x = rows_as(memory, x, NULL, ctx);
@@ -286,8 +297,8 @@ void grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memo
         w->wgrad->gemms->grouped_wgrad(w, dy, dy_memory, x, x_memory, r, ctx);
         return;
     }
-    dy = wgrad_rows(dy, dy_memory, w->wgrad, r, ctx);
-    x = wgrad_rows(x, x_memory, w->wgrad, r, ctx);
+    dy = wgrad_rows(dy, dy_memory, w->IC, w->wgrad, r, ctx);
+    x = wgrad_rows(x, x_memory, w->OC, w->wgrad, r, ctx);
     ASSERT(!dy.by_token || !x.by_token);
     const GroupedRows order = dy.by_token ? DY_BY_TOKEN : x.by_token ? X_BY_TOKEN : ALL_BY_ROW;
     if (w->rounded_grad)

@@ -86,18 +86,19 @@ void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx);
 // dgrad, and wgrad of this weight alone.
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
 
-// x and dy are in the weight's format (rows_as), by row or from rows_gathered. grouped_forward takes x by row.
+// x and dy are in the weight's format (rows_as). With SwiGLU they may come from rows_gathered, else they are by row.
 void grouped_forward(floatX* y, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);
 void grouped_dgrad(floatX* dx, Rows dy, const Weight* weight, Ragged ragged, Ctx* ctx);
 // An expert's first GEMM and its activation (grouped/experts.h): h = W13 x, and a = swiglu(h) in the format of the
 // second GEMM's weight w2, in out's buffers. out.value has (capacity, F) where statistics are measured.
 Rows grouped_forward_swiglu(Rows out, floatX* h, Rows x, const Weight* w13, const Weight* w2, Ragged ragged, Ctx* ctx);
-// Its backward with the gate, whose output dh is the first GEMM's dy, in the format of its weight w13. *for_wgrad: dh
-// for grouped_wgrad, in the memory of tensors.dh.
-Rows grouped_swiglu_backward(Rows out, Rows* for_wgrad, ExpertsBackward tensors, const Weight* w13, Ragged ragged,
-                             Ctx* ctx);
-// dW = dy^T x over the rows of each expert. An operand by token is permuted first, or gathered. `memory` of dy and of x: buffers for
-// an operand that is permuted or changes its form (grouped_wgrad_plan). Values are rounded in place.
+// Dgrad of the second GEMM, da' = dy W2 into `da`, and the backward of the activation with the gate: dh is the first
+// GEMM's dy, in the format of its weight w13. *for_wgrad: dh for grouped_wgrad, in the memory of tensors.dh. Where the
+// GEMM has SwiGLU in its epilogue, da is not written, and the gates' gradients come in *gate_parts.
+Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, ExpertsBackward tensors, floatX* da, Rows dy,
+                          const Weight* w2, const Weight* w13, Ragged ragged, Ctx* ctx);
+// dW = dy^T x over the rows of each expert. An operand by token is permuted first, or gathered. `memory` of dy and of
+// x: buffers for an operand that is permuted or changes its form (grouped_wgrad_plan). Values are rounded in place.
 void grouped_wgrad(const Weight* weight, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged ragged, Ctx* ctx);
 // Rows of a buffer for an operand of wgrad, which may have more than the ragged rows.
 int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backend backend);

@@ -54,6 +54,7 @@ Rows rows_permute(Rows out, Rows tokens, Ragged r, Ctx* ctx) {
     return out;
 }
 
-Rows rows_gathered(Rows out, Rows tokens, Ragged r, Ctx* ctx) {
-    return !tokens.format && grouped_gemm_gathers(ctx) ? tokens : rows_permute(out, tokens, r, ctx);
+Rows rows_gathered(Rows out, Rows tokens, int64_t other, Ragged r, Ctx* ctx) {
+    const int gathers = !tokens.format && other <= GATHER_WIDTH && grouped_gemm_fuses(ctx);
+    return gathers ? tokens : rows_permute(out, tokens, r, ctx);
 }

@@ -80,13 +80,16 @@ static void plan_sent(Arena* a, AllToAll* t, const Route* r, int values, const F
 
 void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
     const DispatchShape s = r->shape;
-    // The received rows: values that combine sums, in backward values of dy. Packed: rows that combine sends, dy, and in
-    // forward an x that becomes values. x is else in dispatch_plan_x's memory.
+    // The received rows: values that combine sums, in backward values of dy. Packed: rows that combine sends, dy, and
+    // in forward an x that becomes values. x is else in dispatch_plan_x's memory.
     const Format *format = received_format(s), *packed = format_packed(format);
     const Format* arrives = !choices && packed ? packed : packed == s.dispatch ? NULL : s.dispatch;
     memset(t, 0, sizeof(*t));
     rows_plan(a, "received rows", &t->received, s.ep > 1 || s.combine || (!choices && format && !packed),
-              s.combine ? s.combine : s.ep > 1 || packed ? arrives : NULL, r->received, s.C);
+              s.combine            ? s.combine
+              : s.ep > 1 || packed ? arrives
+                                   : NULL,
+              r->received, s.C);
     if (s.ep == 1) {
         t->received_expert = r->expert;
         t->received_gate = r->gate;
@@ -270,7 +273,7 @@ void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx
     pack_rows(d, t->sent, sums_here(r, t, sums, ctx));
     // Backward: gradients of gates go back in the buffers of the gates.
     if (sums.drow_gate) {
-        unpermute_gates(t->received_gate, sums.drow_gate, sums.ragged, r->received, s.K, ctx);
+        unpermute_gates(t->received_gate, sums.drow_gate, sums.gate_parts, sums.ragged, r->received, s.K, ctx);
         pack(d, t->sent_gate, t->received_gate, (size_t)s.K * sizeof(real));
     }
     exchange(d, r, 1, ctx);
@@ -300,5 +303,5 @@ void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, 
         s.combine->unpack(y, sums_here(r, t, sums, ctx).bytes, s.N, s.C, accumulate, ctx);
     else
         unpermute_rows(y, sums.rows, sums.gate, sums.ragged, s.N, s.K, s.C, accumulate, ctx);
-    if (dgate) unpermute_gates(dgate, sums.drow_gate, sums.ragged, s.N, s.K, ctx);
+    if (dgate) unpermute_gates(dgate, sums.drow_gate, sums.gate_parts, sums.ragged, s.N, s.K, ctx);
 }

@@ -71,7 +71,8 @@ typedef struct Sums {
     const floatX* rows;  // (capacity, C)
     Ragged ragged;
     const real* gate;       // (received, K), NULL: 1
-    const real* drow_gate;  // (capacity): gradients of the rows' gates, sent with the sums; NULL: none
+    const real* drow_gate;  // (capacity, gate_parts): gradients of the rows' gates, sent with the sums; NULL: none
+    int32_t gate_parts;
 } Sums;
 
 typedef struct Dispatch Dispatch;

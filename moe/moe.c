@@ -34,14 +34,14 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
     // 3. The received tokens into rows, sorted by expert.
     const Ragged ragged = saved->ragged;
     permute_plan(ragged, t.exchange.received_expert, t.exchange.received_gate, route->received, s.router.K, ctx);
-    const Rows rows = rows_gathered(t.rows, saved->x, ragged, ctx);
+    const Rows rows = rows_gathered(t.rows, saved->x, 0, ragged, ctx);
 
     // 4. Each expert's MLP: W2 swiglu(W13 x).
     const Rows act = grouped_forward_swiglu(t.act, saved->h, rows, w.w13, w.w2, ragged, ctx);
     grouped_forward(t.rows.value, act, w.w2, ragged, ctx);
 
     // 5. Combine: all-to-all of the gate-weighted sums, overlapped with the shared MLP's second GEMM.
-    const Sums sums = {t.rows.value, ragged, t.exchange.received_gate, NULL};
+    const Sums sums = {t.rows.value, ragged, t.exchange.received_gate, NULL, 0};
     combine_send(d, route, &t.exchange, sums, ctx);
     if (shared) linear_forward(y, t.shared_act, w.shared2, N, ctx);
     combine_receive(d, route, &t.exchange, sums, y, shared != 0, NULL, ctx);
@@ -89,15 +89,17 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
 
     // 4. da' = dy W2; da = gate da', dgate = <da', a> and dh; dx = dh W13. With several ranks the sums that combine
     // sends overwrite the received dy, so W2's wgrad needs a copy of its rows.
-    const Rows dy_rows = (s.ep > 1 ? rows_permute : rows_gathered)(t.rows, dy_here, ragged, ctx);
-    grouped_dgrad(t.dact, dy_rows, w.w2, ragged, ctx);
-    const ExpertsBackward tensors = {t.dh, t.act, t.drow_gate, t.dact, saved->h};
+    const Rows dy_rows =
+        s.ep > 1 ? rows_permute(t.rows, dy_here, ragged, ctx) : rows_gathered(t.rows, dy_here, s.F, ragged, ctx);
+    const ExpertsBackward tensors = {t.dh, t.act, t.drow_gate, NULL, saved->h};
+    int32_t gate_parts;
     Rows dh_wgrad;
-    const Rows dh = grouped_swiglu_backward(t.dh_quantized, &dh_wgrad, tensors, w.w13, ragged, ctx);
+    const Rows dh = grouped_dgrad_swiglu(t.dh_quantized, &dh_wgrad, &gate_parts, tensors, t.dact, dy_rows, w.w2, w.w13,
+                                         ragged, ctx);
     grouped_dgrad(t.dact, dh, w.w13, ragged, ctx);
 
     // 2. Combine: all-to-all of dx and dgate, overlapped with dW2 = dy^T (gate a) and dW13 = dh^T x.
-    const Sums sums = {t.dact, ragged, NULL, t.drow_gate};
+    const Sums sums = {t.dact, ragged, NULL, t.drow_gate, gate_parts};
     combine_send(d, route, &t.exchange, sums, ctx);
     expert_wgrad(w.w2, dy_rows, rows_of_values(t.act, ragged.capacity, s.F), &t, ragged, ctx);
     expert_wgrad(w.w13, dh_wgrad, saved->x, &t, ragged, ctx);

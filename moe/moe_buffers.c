@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "device/check.h"
+#include "grouped/grouped_gemm.h"
 
 static void plan_choices(Arena* a, MoeSaved* saved, MoeShape s) {
     memset(saved, 0, sizeof(*saved));
@@ -60,7 +61,7 @@ static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* saved, MoeS
     ARENA(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, &t->act);
     ARENA(a, "d hidden", ELEMENT_X, max_i64(wgrad_rows * 2 * F, N * 2 * sF), 1, &t->dh);
     rows_plan(a, "d hidden, quantized", &t->dh_quantized, s.expert && !packed, packed, wgrad_rows, 2 * F);
-    ARENA(a, "d row gates", ELEMENT_REAL, rows, 1, &t->drow_gate);
+    ARENA(a, "d row gates", ELEMENT_REAL, rows * grouped_gemm_gate_parts(F), 1, &t->drow_gate);
     ARENA(a, "d gates", ELEMENT_REAL, N * s.router.K, 1, &t->dgate);
     dispatch_plan_buffers(a, &t->exchange, &saved->route, 0);
     if (s.recompute) dispatch_plan_again(a, &t->again, &saved->route);

@@ -19,7 +19,7 @@ typedef struct MoeBackwardBuffers {
     Rows channels;             // packed wgrad: x or dy, quantized along tokens
     floatX *dact, *act, *dh;  // (rows, max(C, F)): da', then dx; (rows, F): gate * a; (rows, 2F): dh, maybe column-wise
     Rows dh_quantized;        // (rows, 2F): dh, quantized; packed wgrad: then gate * a or dh, along tokens
-    real *drow_gate, *dgate;  // (rows), (N, K)
+    real *drow_gate, *dgate;  // (rows, parts), (N, K)
 } MoeBackwardBuffers;
 
 static inline DispatchShape dispatch_shape(MoeShape s) {

@@ -42,7 +42,7 @@ struct Products {
         CUDA_CHECK(cudaMemcpy(added.dev, start.dev, (size_t)start.n * sizeof(real), cudaMemcpyDeviceToDevice));
         CUDA_CHECK(cudaDeviceSynchronize());
         grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
-        grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, ALL_BY_ROW, l.device(), IC, OC, ctx);
+        grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
         grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 0, ctx);
         grouped_gemm_wgrad(added.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 1, ctx);
         grouped_gemm_wgrad_rounded(rounded.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, ctx);
@@ -53,9 +53,10 @@ struct Products {
     void refer() {
         added.host = start.host;
         REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
-        REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), ALL_BY_ROW, l.reference(), IC, OC, reference_ctx);
+        REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
         REFERENCE(grouped_gemm_wgrad)(dw.ref(), dy.ref(), x.ref(), ALL_BY_ROW, l.reference(), IC, OC, 0, reference_ctx);
-        REFERENCE(grouped_gemm_wgrad)(added.ref(), dy.ref(), x.ref(), ALL_BY_ROW, l.reference(), IC, OC, 1, reference_ctx);
+        REFERENCE(grouped_gemm_wgrad)
+        (added.ref(), dy.ref(), x.ref(), ALL_BY_ROW, l.reference(), IC, OC, 1, reference_ctx);
     }
     void check(const Rows& nan_in_rows = {}, const Rows& nan_in_weights = {}) {
         check_rows("y", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE, nan_in_rows);
@@ -188,8 +189,9 @@ struct ByToken {
     int64_t IC, OC;
     Layout l;
     I32 token;
-    X x, dy, x_rows, dy_rows, w, w13, own_h, h, own_a, a, own_dx, dx, own_rounded, rounded;
-    R own_dw, dw;
+    X x, dy, x_rows, dy_rows, w, w13, own_h, h, own_a, a, own_rounded, rounded;
+    X dap, w2, own_dh, dh, own_gated, gated;
+    R own_dw, dw, row_gate, own_dgate, dgate;
 
     ByToken(const Rows& rows, int64_t IC, int64_t OC)
         : IC(IC),
@@ -206,18 +208,55 @@ struct ByToken {
           h(l.held * 2 * OC),
           own_a(l.held * OC),
           a(l.held * OC),
-          own_dx(l.held * IC),
-          dx(l.held * IC),
           own_rounded(l.El() * OC * IC),
           rounded(l.El() * OC * IC),
+          dap(l.held * OC),
+          w2(l.El() * IC * OC, 16),
+          own_dh(l.held * 2 * OC),
+          dh(l.held * 2 * OC),
+          own_gated(l.held * OC),
+          gated(l.held * OC),
           own_dw(l.El() * OC * IC),
-          dw(l.El() * OC * IC) {
+          dw(l.El() * OC * IC),
+          row_gate(l.held, 17),
+          own_dgate(l.held),
+          dgate(l.held * grouped_gemm_gate_parts(OC)) {
         for (int64_t r = 0; r < l.held; r++)
-            token.host[(size_t)r] = r >= l.end ? INT32_MAX : l.expert(r) < 0 ? -1 : (int32_t)draw_below(15, r, N);
-        token.send();
-        for (X* t : {&own_h, &h, &own_a, &a, &own_dx, &dx, &own_rounded, &rounded, &x_rows, &dy_rows}) t->poison_dev();
+            token.host[(size_t)r] = r >= l.end        ? INT32_MAX
+                                    : l.expert(r) < 0 ? -1
+                                                      : (int32_t)draw_below(15, r, N),
+            row_gate.host[(size_t)r] = l.expert(r) < 0 ? 0 : row_gate.host[(size_t)r];
+        token.send(), row_gate.send();
+        for (X* t : {&own_h, &h, &own_a, &a, &own_rounded, &rounded, &x_rows, &dy_rows, &dap}) t->poison_dev();
         for (R* t : {&own_dw, &dw}) t->poison_dev();
         settle();
+    }
+    // Dgrad of W2 from x as its dy, and the backward of SwiGLU. The gates' gradients are sums of the same products in
+    // another order: float32 sums of OC terms, so within 1e-5 in norm.
+    void backward(Ragged r) {
+        grouped_gemm_dgrad(dap.dev, x_rows.dev, w2.dev, r, OC, IC, ctx);
+        own_dh.poison_dev(), own_gated.poison_dev(), own_dgate.poison_dev(), settle();
+        experts_swiglu_backward({own_dh.dev, own_gated.dev, own_dgate.dev, dap.dev, own_h.dev}, r, OC, ctx);
+        const int parts = grouped_gemm_gate_parts(OC);
+        for (const GroupedRows order : {ALL_BY_ROW, DY_BY_TOKEN}) {
+            dh.poison_dev(), gated.poison_dev(), dgate.poison_dev(), settle();
+            grouped_gemm_dgrad_swiglu({dh.dev, gated.dev, dgate.dev, nullptr, h.dev},
+                                      order == DY_BY_TOKEN ? x.dev : x_rows.dev, w2.dev, order, r, IC, OC, ctx);
+            equal("dh", own_dh, dh), equal("gate * a", own_gated, gated);
+            const auto one = own_dgate.got(), other = dgate.got();
+            double diff = 0, norm = 1e-300;
+            int64_t behind = 0;
+            for (int64_t i = 0; i < l.held; i++) {
+                double sum = 0;
+                for (int p = 0; p < parts; p++) sum += other[(size_t)(i * parts + p)];
+                if (i >= l.end)
+                    behind += !isnan(sum);
+                else
+                    diff += (sum - one[(size_t)i]) * (sum - one[(size_t)i]), norm += one[(size_t)i] * one[(size_t)i];
+            }
+            CHECK(sqrt(diff / norm) <= 1e-5, "the gates' gradients are off by %g", sqrt(diff / norm));
+            CHECK(behind == 0, "%lld of the gates' gradients behind the last expert were written", (long long)behind);
+        }
     }
     template <typename T>
     void equal(const char* what, const T& one, const T& other) {
@@ -226,7 +265,7 @@ struct ByToken {
     }
     void check() {
         Ragged r = l.device();
-        r.row_token = token.dev;
+        r.row_token = token.dev, r.row_gate = row_gate.dev;
         permute_rows(x_rows.dev, x.dev, r, (size_t)IC * sizeof(floatX), ctx);
         permute_rows(dy_rows.dev, dy.dev, r, (size_t)OC * sizeof(floatX), ctx);
 
@@ -235,9 +274,7 @@ struct ByToken {
         grouped_gemm_swiglu(h.dev, a.dev, x.dev, w13.dev, r, IC, OC, ctx);
         equal("h", own_h, h), equal("a", own_a, a);
 
-        grouped_gemm_dgrad(own_dx.dev, dy_rows.dev, w.dev, ALL_BY_ROW, r, IC, OC, ctx);
-        grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, DY_BY_TOKEN, r, IC, OC, ctx);
-        equal("dx", own_dx, dx);
+        backward(r);
 
         grouped_gemm_wgrad(own_dw.dev, dy_rows.dev, x_rows.dev, ALL_BY_ROW, r, IC, OC, 0, ctx);
         grouped_gemm_wgrad_rounded(own_rounded.dev, dy_rows.dev, x_rows.dev, ALL_BY_ROW, r, IC, OC, ctx);
@@ -265,7 +302,7 @@ static void by_token(const Rows& rows, int64_t IC, int64_t OC) {
 }
 
 static void test_by_token(void) {
-    if (!grouped_gemm_gathers(ctx)) return;
+    if (!grouped_gemm_fuses(ctx)) return;
     const int64_t sizes[] = {8, 24, 64, 72, 128, 136, 264};
     for (int64_t IC : sizes)
         for (int64_t OC : sizes) by_token({129, 0, 1, 130}, IC, OC);

@@ -50,7 +50,7 @@ static void late_in_bf16(void) {
     check_late(
         y, [&] { grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx); },
         [&] {
-            grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, ALL_BY_ROW, l.device(), IC, OC, ctx);
+            grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
             grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 0, ctx);
         },
         [&] {

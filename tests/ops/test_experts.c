@@ -90,16 +90,16 @@ static void run_path(void* arg) {
     p->dw13 = copied(p->w13_before, r->El * 2 * F * C), p->dw2 = copied(p->w2_before, r->El * C * F);
     // Backward.
     permute_rows(dout, p->dout, g, (size_t)C * sizeof(real), ctx);
-    grouped_gemm_dgrad(dap, dout, p->w2, ALL_BY_ROW, g, F, C, ctx);
+    grouped_gemm_dgrad(dap, dout, p->w2, g, F, C, ctx);
     experts_swiglu_backward((ExpertsBackward){dh, gated_a, drow_gate, dap, h}, g, F, ctx);
     if (p->given_a) {
         experts_swiglu_forward(gated_a, h, g, F, ctx);
         memset(drow_gate, 0xff, (size_t)rows * sizeof(real));
         experts_gate_backward((ExpertsBackward){NULL, gated_a, drow_gate, dap, NULL}, g, F, ctx);
     }
-    grouped_gemm_dgrad(dx, dh, p->w13, ALL_BY_ROW, g, C, 2 * F, ctx);
+    grouped_gemm_dgrad(dx, dh, p->w13, g, C, 2 * F, ctx);
     unpermute_rows(p->dx, dx, NULL, g, r->N, r->K, C, 0, ctx);
-    unpermute_gates(p->dgate, drow_gate, g, r->N, r->K, ctx);
+    unpermute_gates(p->dgate, drow_gate, 1, g, r->N, r->K, ctx);
     grouped_gemm_wgrad(p->dw2, dout, gated_a, ALL_BY_ROW, g, F, C, 1, ctx);
     grouped_gemm_wgrad(p->dw13, dh, x, ALL_BY_ROW, g, C, 2 * F, 1, ctx);
     ctx_sync(ctx);

@@ -70,7 +70,7 @@ typedef struct {
     Routing* r;
     int64_t C;
     real *tokens, *tokens_before, *from, *drow_gate;
-    real *rows, *combined, *summed, *added, *dgate;
+    real *rows, *combined, *summed, *added, *dgate, *dgate_parts;
 } Move;
 
 static void run_move(void* arg) {
@@ -85,7 +85,9 @@ static void run_move(void* arg) {
     unpermute_rows(m->summed, m->from, NULL, r->ragged, r->N, r->K, m->C, 0, ctx);
     unpermute_rows(m->added, m->from, r->gate, r->ragged, r->N, r->K, m->C, 1, ctx);
     m->dgate = poisoned(r->N * r->K);
-    unpermute_gates(m->dgate, m->drow_gate, r->ragged, r->N, r->K, ctx);
+    unpermute_gates(m->dgate, m->drow_gate, 1, r->ragged, r->N, r->K, ctx);
+    m->dgate_parts = poisoned(r->N * r->K);
+    unpermute_gates(m->dgate_parts, m->from, (int32_t)m->C, r->ragged, r->N, r->K, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }
@@ -107,6 +109,9 @@ static void test_permute_rows(void) {
         for (int64_t j = 0; j < r.N * r.K; j++) {
             int64_t row = r.ragged.token_row[j];
             CHECK(m.dgate[j] == (row < 0 ? 0 : m.drow_gate[row]), "dgate of choice %lld", (long long)j);
+            real parts = 0;
+            for (int64_t c = 0; c < C && row >= 0; c++) parts += m.from[row * C + c];
+            CHECK(m.dgate_parts[j] == parts, "dgate of choice %lld, in parts", (long long)j);
             for (int64_t c = 0; c < C && row >= 0; c++) {
                 double x = m.from[row * C + c], gated = (double)r.gate[j] * x;
                 combined[j / r.K * C + c] += gated, added[j / r.K * C + c] += gated, summed[j / r.K * C + c] += x;
