@@ -27,6 +27,9 @@
 // transposed, and the passes differ in coordinates only. Two blocks form a cluster and share one operand of their
 // tiles: each loads half of it and multicasts it to both.
 //
+// Three GEMMs do more (grouped/grouped_gemm_gather.cuh, grouped/grouped_gemm_swiglu.cuh): helper warps gather an operand
+// by token, and the epilogue is SwiGLU or its backward.
+//
 // Bound by the tensor cores under the card's power limit. With few rows per expert wgrad is bound by the traffic of dW.
 #include "grouped/grouped_gemm.h"
 #include "grouped/grouped_gemm_gather.cuh"

@@ -328,8 +328,8 @@ __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int 
 }
 
 // Stores the warp's 16 rows of N columns from n on, up to `columns`, 128 bytes wide at a time. For each buffer:
-// fill(buffer, i) with i the first accumulator of these columns, the fence makes it visible to TMA, and `send` starts
-// the TMA store at the given column.
+// fill(buffer, i) fills it, from accumulator i on. The fence makes it visible to TMA. `send` starts the TMA store at the
+// given column.
 template <typename Out, int N, typename Fill, typename Send>
 __device__ __forceinline__ void write_filled(Writer& w, int n, int columns, Fill fill, Send send) {
     constexpr int WIDTH = 128 / sizeof(Out);

@@ -50,7 +50,7 @@ struct Pass {
     static constexpr bool GATHER_A = false, GATHER_B = false;  // the operand's rows are gathered by token
     static constexpr bool GATE_UP = false;                     // B's columns are pairs of a gate's and an up's
     static constexpr int EPILOGUE_STAGES = 0;                  // stages of a tile after its k blocks
-    static constexpr int HELPERS = 0, HELPER_ARRIVALS = 0;     // warps beside the producer, their arrivals for a stage
+    static constexpr int HELPERS = 0, HELPER_ARRIVALS = 0;     // more warps that fill a stage, and their arrivals
 };
 
 enum { CLUSTER = 2 };  // thread blocks

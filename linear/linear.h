@@ -89,8 +89,8 @@ void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight
 // x and dy are in the weight's format (rows_as). With SwiGLU they may come from rows_gathered, else they are by row.
 void grouped_forward(floatX* y, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);
 void grouped_dgrad(floatX* dx, Rows dy, const Weight* weight, Ragged ragged, Ctx* ctx);
-// An expert's first GEMM and its activation (grouped/experts.h): h = W13 x, and a = swiglu(h) in the format of the
-// second GEMM's weight w2, in out's buffers. out.value has (capacity, F) where statistics are measured.
+// An expert's first GEMM and its activation (grouped/experts.h): h = W13 x and a = swiglu(h). The activation has the
+// format of the second GEMM's weight w2, and out's buffers. out.value has (capacity, F) where statistics are measured.
 Rows grouped_forward_swiglu(Rows out, floatX* h, Rows x, const Weight* w13, const Weight* w2, Ragged ragged, Ctx* ctx);
 // Dgrad of the second GEMM, da' = dy W2 into `da`, and the backward of the activation with the gate: dh is the first
 // GEMM's dy, in the format of its weight w13. *for_wgrad: dh for grouped_wgrad, in the memory of tensors.dh. Where the
