@@ -282,7 +282,7 @@ int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backen
 
 // An operand of wgrad as values: by token if the GEMM gathers it, else by row, rounded down the columns of each group.
 static Rows wgrad_rows(Rows x, Rows memory, int64_t other, const Format* wgrad, Ragged r, Ctx* ctx) {
-    if (x.by_token) x = rows_gathered(memory, x, other, r, ctx);
+    if (x.by_token) x = wgrad ? rows_permute(memory, x, r, ctx) : rows_gathered(memory, x, other, r, ctx);
     if (x.by_token) return x;
     x.count = r.capacity;
     x = rows_as(memory, x, NULL, ctx);
