@@ -1,9 +1,8 @@
 // SwiGLU (grouped/experts.h) in the epilogues of the experts' grouped GEMMs, so that no kernel of its own reads h
 // again.
 //
-//   forward    The sums of a tile of W13 are h: its first half of columns is of the gate, the other half the same
-//   columns
-//              of the up. Both are stored, and the activation of both.
+//   forward    The sums of a tile of W13 are h: half of its columns are the gate's, the other half the same of the up.
+//              Both are stored, and the activation of both.
 //   backward   The sums of a tile of dgrad W2 are da'. Epilogue stages follow the k blocks in the ring of stages: the
 //              producer loads h there, 128 rows and 64 columns of gate and up each. The tile becomes dh and gate * a.
 //              The gate's gradient is a sum over the row: partial sums of 128 columns are stored, in a fixed order.
