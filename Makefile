@@ -18,10 +18,26 @@ HOST     = $(filter-out $(OPS) device/version data/split_% parallel/ranks_%,$(C_
 LEARN   := $(patsubst %.cu,%,$(wildcard learn/*.cu))
 
 # --- Libraries ---
-# Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
-ifndef MPI
-MPI := $(if $(shell mpicc --showme:version 2>/dev/null),1,0)
+ifeq ($(origin CC),default)
+CC = gcc
 endif
+PYTHON   ?= python3
+# pip's nvidia-* packages: folders with include, lib and perhaps bin/nvcc.
+PIP      := $(wildcard $(addsuffix /*,$(shell $(PYTHON) -c 'import nvidia; print(*nvidia.__path__)' 2>/dev/null)))
+NVCC     ?= $(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc)) $(shell command -v nvcc) $(wildcard $(PIP:%=%/bin/nvcc)) nvcc)
+HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
+CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(HAVE_NVCC)))
+find      = $(shell CC="$(CC)" CUDA_HOME="$(CUDA_HOME)" PIP="$(PIP)" sh scripts/find.sh $(1))
+CBLAS_LIB := $(call find,openblas cblas.h openblas "cblas blas" cblas)
+ZLIB      := $(call find,zlib zlib.h z)
+NCCL      := $(if $(HAVE_NVCC),$(call find,nccl nccl.h nccl))
+CUBLAS    := $(if $(HAVE_NVCC),$(call find,cublas cublasLt.h cublasLt))
+# Oniguruma cuts prompts into words for the tokenizers of a tokenizer.json; without it they can only decode.
+ONIG_LIBS := $(if $(filter 0,$(ONIG)),,$(call find,oniguruma oniguruma.h onig))
+ONIG      := $(if $(ONIG_LIBS),1,0)
+SPLIT      = data/split_$(if $(filter 0,$(ONIG)),none,onig)
+# Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
+MPI       := $(or $(MPI),$(if $(shell mpicc --showme:version 2>/dev/null),1,0))
 ifeq ($(MPI),0)
 RANKS = parallel/ranks_one
 else
@@ -31,34 +47,18 @@ MPI_FLAGS := $(filter -I% -D%,$(shell mpicc --showme:compile)) -DOMPI_SKIP_MPICX
 MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
 endif
 
-# Oniguruma cuts prompts into words for the tokenizers of a tokenizer.json; without it they can only decode.
-ifndef ONIG
-ONIG := $(if $(shell printf '\043include <oniguruma.h>\n' | $(CC) -E -x c - >/dev/null 2>&1 && echo 1),1,0)
-endif
-SPLIT     = data/split_$(if $(filter 0,$(ONIG)),none,onig)
-ONIG_LIBS = $(if $(filter 0,$(ONIG)),,-lonig)
-
 # --- Compilers ---
-ifeq ($(origin CC),default)
-CC = gcc
-endif
-PYTHON   ?= python3
 JOBS     := $(shell nproc 2>/dev/null || echo 1)
 # _GNU_SOURCE: nvcc defines it too.
-CPPFLAGS  = -I. -D_GNU_SOURCE -MMD -MP -fPIC
+CPPFLAGS  = -I. -D_GNU_SOURCE -MMD -MP -fPIC $(filter -I%,$(CBLAS_LIB) $(ONIG_LIBS) $(ZLIB))
 # -fno-math-errno and -fno-trapping-math let loops with exp and comparisons vectorize; neither changes a result.
 CFLAGS    = -std=gnu11 -O3 -g -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-unused-parameter $(if $(WERROR),-Werror)
 ifdef SANITIZE
 SUFFIX    = -sanitize
 CFLAGS   += -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 endif
-CBLAS_LIB := $(shell for l in "-lopenblas" "-lcblas -lblas" "-lcblas"; do \
-    echo 'int main(void){return 0;}' | $(CC) -x c - -o /dev/null $$l 2>/dev/null && echo $$l && break; done)
-LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) $(ONIG_LIBS) -lz -lm -lpthread
+LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) $(ONIG_LIBS) $(ZLIB) -lm -lpthread
 
-NVCC     ?= nvcc
-CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
-HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
 ALL_GPUS  := $(if $(HAVE_NVCC),$(shell nvidia-smi --query-gpu=index --format=csv$(COMMA)noheader 2>/dev/null | grep '^[0-9]'))
 # The GPUs that CUDA shows; an empty CUDA_VISIBLE_DEVICES, or -1, hides all.
 HAVE_GPU  := $(if $(filter undefined,$(origin CUDA_VISIBLE_DEVICES)),$(ALL_GPUS),$(if $(ALL_GPUS),$(filter-out -1,$(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES)))))
@@ -73,9 +73,9 @@ GPU_CODE  = $(if $(filter all,$(ARCHS)),$(call gpu_code,$(ALL_ARCHS)) -gencode=a
 # Fields left out of an initialiser are zero and enums are numbers, as in C.
 HOST_WARNINGS = -Wall -Wextra -Wno-unused-parameter -Wno-unknown-pragmas -Wno-missing-field-initializers -Wno-deprecated-enum-enum-conversion \
                 -Wno-deprecated-enum-float-conversion
-NVCCFLAGS = -std=c++20 -O3 -lineinfo $(GPU_CODE) -I. -MMD -MP \
+NVCCFLAGS = -std=c++20 -O3 -lineinfo $(GPU_CODE) -I. -MMD -MP $(filter -I%,$(NCCL) $(CUBLAS) $(ONIG_LIBS) $(ZLIB)) \
             $(HOST_WARNINGS:%=-Xcompiler %) -Xcompiler -fopenmp,-Wno-unused-function $(if $(WERROR),-Werror all-warnings)
-CUDALIBS  = -lcublasLt -lnccl $(patsubst -Wl$(COMMA)%,-Xlinker %,$(MPI_LIBS)) $(ONIG_LIBS) -lz -lgomp -lpthread -ldl
+CUDALIBS  = $(patsubst -Wl$(COMMA)%,-Xlinker %,$(NCCL) $(CUBLAS) $(MPI_LIBS) $(ONIG_LIBS) $(ZLIB)) -lgomp -lpthread -ldl
 
 # --- Targets ---
 CPU    = build/cpu$(SUFFIX)
@@ -112,7 +112,7 @@ sheet:
 
 # One line for each library or tool that a build can use.
 probe:
-	@CC="$(CC)" CBLAS_LIB="$(CBLAS_LIB)" MPI="$(MPI)" ONIG="$(ONIG)" sh scripts/probe.sh
+	@$(foreach v,HAVE_NVCC NCCL CUBLAS CBLAS_LIB ZLIB MPI ONIG ONIG_LIBS,$v="$($v)") sh scripts/probe.sh
 
 # The figures of docs/, some from runs of `tiny`: three minutes on two cores.
 docs: $(CPU)/train_moe

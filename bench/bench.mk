@@ -5,7 +5,7 @@ bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)
 	@$(if $(HAVE_GPU),for name in attention grouped_gemm muon moe_layer; do $(PYTHON) bench/$${name}_torch.py || true; done)
 
-$(CUDA)/bench/%: CUDALIBS += -lcublas
+$(CUDA)/bench/%: CUDALIBS += $(subst cublasLt,cublas,$(filter -l%,$(CUBLAS)))
 $(CUDA)/bench/%: $(CUDA)/bench/%.o $(CUDA_OBJECTS)
 	$(link_cuda)
 $(CUDA)/bench/learn: $(LEARN:%=$(CUDA)/%.o)

@@ -1,35 +1,43 @@
 #!/bin/sh
-# One line for each library or tool that a build can use, found or not.
+# One line for each library or tool that a build can use: its version or flags and its folder, or how to install it.
+# The flags are those that make found with find.sh.
 found() { printf '%-17s %s\n' "$1" "$2"; }
 
-if command -v nvcc >/dev/null 2>&1; then
-    found nvcc "$(nvcc --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')"
+# missing NAME EFFECT DEBIAN CONDA MODULE
+missing() {
+    found "$1" "none: $2"
+    found "" "Debian: apt install $3; conda: conda install -c conda-forge $4; cluster: module load $5"
+}
+
+# library NAME FLAGS EFFECT DEBIAN CONDA MODULE: the folder is that of -L, without it the compiler's
+library() {
+    folder=$(printf '%s\n' $2 | sed -n 's/^-L//p' | head -n 1)
+    if [ -n "$2" ]; then
+        found "$1" "$(printf '%s\n' $2 | grep '^-l' | paste -sd' '), from ${folder:-folders of the compiler}"
+    else
+        missing "$1" "$3" "$4" "$5" "$6"
+    fi
+}
+
+gpu=$(nvidia-smi --query-gpu=name,compute_cap,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+found "GPU" "${gpu:-none}"
+if [ -n "$HAVE_NVCC" ]; then
+    found nvcc "$("$HAVE_NVCC" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p'), $HAVE_NVCC"
+    library cuBLAS "$CUBLAS" "the CUDA build cannot be linked" "libcublas-dev-13-0 (NVIDIA's repository)" libcublas-dev cuda
+    library NCCL "$NCCL" "the CUDA build cannot be linked" "libnccl-dev (NVIDIA's repository)" nccl nccl
 else
-    found nvcc "not found"
-fi
-if command -v nvidia-smi >/dev/null 2>&1 && gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null | head -n 1) && [ -n "$gpu" ]; then
-    found "GPU architecture" "$gpu"
-else
-    found "GPU architecture" "not found (no GPU)"
-fi
-nccl=$(find /usr/include /usr/local/cuda/include -name nccl.h 2>/dev/null | head -n 1)
-if [ -n "$nccl" ]; then
-    found NCCL "$(sed -n 's/^#define NCCL_\(MAJOR\|MINOR\|PATCH\) *\([0-9]*\).*/\2/p' "$nccl" | paste -sd.)"
-else
-    found NCCL "not found"
+    missing nvcc "the CPU build alone is made${gpu:+, although there is a GPU: kernels need the compiler of the CUDA toolkit}" \
+        "cuda-toolkit-13-0 (NVIDIA's repository)" "cuda-nvcc libcublas-dev nccl" cuda
 fi
 if [ "${MPI:-1}" = 0 ]; then
-    found "Open MPI" "none: programs run as one rank"
+    missing "Open MPI" "programs run as one rank" "libopenmpi-dev openmpi-bin" openmpi openmpi
 else
-    found "Open MPI" "$(mpirun --version 2>/dev/null | sed -n '1s/.* //p')"
+    found "Open MPI" "$(mpirun --version 2>/dev/null | sed -n '1s/.* //p'), $(command -v mpicc)"
 fi
 if [ "${ONIG:-1}" = 0 ]; then
-    found Oniguruma "none: prompts are not encoded by a tokenizer.json"
+    missing Oniguruma "prompts are not encoded by a tokenizer.json" libonig-dev oniguruma oniguruma
 else
-    found Oniguruma "-lonig"
+    library Oniguruma "$ONIG_LIBS"
 fi
-if [ -n "$CBLAS_LIB" ]; then
-    found CBLAS "$CBLAS_LIB"
-else
-    found CBLAS "not found (scripts/setup.sh installs OpenBLAS)"
-fi
+library CBLAS "$CBLAS_LIB" "no build can be linked" libopenblas-dev openblas openblas
+library zlib "$ZLIB" "no build can be linked" zlib1g-dev zlib zlib

@@ -6,23 +6,14 @@ command -v "${CC:-gcc}" >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
 command -v make >/dev/null 2>&1 || missing="$missing make"
 python3 -c 'import gzip, lzma, unittest' 2>/dev/null || missing="$missing python3"
 
-# has HEADER LIBRARY...: a program that includes the header links against one of the libraries
-has() {
-    header=$1
-    shift
-    for library in "$@"; do
-        printf '#include <%s>\nint main(void) { return 0; }\n' "$header" |
-            "${CC:-gcc}" -x c - -o /dev/null $library 2>/dev/null && return 0
-    done
-    return 1
-}
-has zlib.h -lz || missing="$missing zlib1g-dev"
-has cblas.h -lopenblas "-lcblas -lblas" -lcblas || missing="$missing libopenblas-dev"
+has() { [ -n "$(sh "${0%/*}/find.sh" "$@")" ]; }
+has zlib zlib.h z || missing="$missing zlib1g-dev"
+has openblas cblas.h openblas "cblas blas" cblas || missing="$missing libopenblas-dev"
 
 # Open MPI is for runs of several ranks, Oniguruma for prompts with a tokenizer.json. All else works without them.
 wanted=""
 [ "${MPI:-1}" = 0 ] || command -v mpicc >/dev/null 2>&1 || wanted=" libopenmpi-dev openmpi-bin"
-[ "${ONIG:-1}" = 0 ] || has oniguruma.h -lonig || wanted="$wanted libonig-dev"
+[ "${ONIG:-1}" = 0 ] || has oniguruma oniguruma.h onig || wanted="$wanted libonig-dev"
 without() {
     echo "setup: without$wanted ($1)" >&2
     exit 0

@@ -71,7 +71,7 @@ fuzz: build/fuzz/fuzz
 	        -timeout=20 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/$$target- build/fuzz/$$target || exit 1; \
 	done
 build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst split_onig,split_none,$(subst ranks_mpi,ranks_one,$(HOST))) $(OPS)) $(wildcard */*.h) Makefile
-	$(call run,CC   ,$(FUZZ_CC) -D_GNU_SOURCE -DLIBFUZZER -I. -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) -lgomp -lz -lm $(FUZZ_WRAP))
+	$(call run,CC   ,$(FUZZ_CC) -D_GNU_SOURCE -DLIBFUZZER -I. -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) $(ZLIB) -lgomp -lm $(FUZZ_WRAP))
 
 # Random KILLS, failing calls (FAILS) and DAMAGES of short runs, from SEED.
 KILLS = 2000

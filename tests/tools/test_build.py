@@ -1,4 +1,5 @@
-"""Objects that `make` compiles again, counts of tests/run.py, kernels in bench/profile.cc: python3 tests/tools/test_build.py
+"""Libraries that `make` finds, objects that it compiles again, counts of tests/run.py, kernels in bench/profile.cc:
+python3 tests/tools/test_build.py
 
 `make` runs in a copy made of links. Its compiler only writes the file that -o names."""
 import os
@@ -46,7 +47,8 @@ class Build(unittest.TestCase):
 
     def test_missing_oniguruma(self):
         """A compiler without Oniguruma's header builds without it."""
-        done = subprocess.run(["make", "-pn", "MPI=0", "CC=cc -nostdinc"], cwd=self.dir, timeout=60, capture_output=True, text=True)
+        done = subprocess.run(["make", "-pn", "MPI=0", "CC=cc -nostdinc"], cwd=self.dir, env=self.environment() | {"PKG_CONFIG_LIBDIR": "/"},
+                              timeout=60, capture_output=True, text=True)
         self.assertRegex(done.stdout, r"(?m)^ONIG := 0$")
 
     def test_visible_gpus(self):
@@ -63,8 +65,81 @@ class Build(unittest.TestCase):
                                       text=True)
                 self.assertEqual(re.findall(r"(?m)^GPUS := (\d+)$", done.stdout), [str(count)], f"{said}: {visible}")
 
+    def tree(self, prefix, name, below="", end=""):
+        """A folder with a header and a library `name`."""
+        for folder, file in ("include", f"{name}.h"), (f"{'lib64' if prefix == 'cuda' else 'lib'}", f"lib{name}.so{end}"):
+            path = self.dir / prefix / below / folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if folder == "include":
+                path.write_text("")
+            else:
+                subprocess.run(["cc", "-shared", "-o", path, "-x", "c", os.devnull], check=True)
+        return self.dir / prefix
+
+    def test_find(self):
+        """A library is found from every variable, at the compiler, in pkg-config and pip's packages, in this order."""
+        environment, places = self.environment() | {"CC": "cc"}, []
+        find = lambda: subprocess.run(["sh", ROOT / "scripts/find.sh", "fake", "fake.h", "other", "fake"], env=environment, timeout=60,
+                                      capture_output=True, text=True)
+        self.assertEqual((find().returncode, find().stdout, find().stderr), (0, "", ""))
+        pip = environment["PIP"] = str(self.tree("pip", "fake", end=".2"))
+        places.append(f"-I{pip}/include -L{pip}/lib -Wl,-rpath,{pip}/lib -l:libfake.so.2")
+        self.assertEqual(find().stdout.strip(), places[-1])
+        package = self.tree("package", "fake")
+        (self.dir / "fake.pc").write_text(f"Name: fake\nDescription: fake\nVersion: 1\nCflags: -I{package}/include\nLibs: -L{package}/lib -lfake\n")
+        environment["PKG_CONFIG_PATH"] = str(self.dir)
+        if shutil.which("pkg-config"):
+            self.assertEqual(find().stdout.strip(), f"-I{package}/include -L{package}/lib -lfake")
+        module = self.tree("module", "fake")
+        environment |= {"CPATH": f"{module}/include", "LIBRARY_PATH": f"{module}/lib"}
+        self.assertEqual(find().stdout.strip(), "-lfake")
+        for variable, prefix, below in (("CONDA_PREFIX", "conda", "targets/x86_64-linux"), ("CUDA_HOME", "cuda", ""), ("NCCL_HOME", "nccl", "")):
+            environment[variable] = str(self.tree(prefix, "fake", below))
+            self.assertIn(f"-L{self.dir / prefix / below}/lib", find().stdout)
+        del environment["CPATH"]
+        (self.dir / "nccl/include/fake.h").unlink()  # a library without its header is not taken
+        self.assertIn(f"-L{self.dir}/cuda/lib64", find().stdout)
+
+    def test_flags_of_the_cuda_build(self):
+        """The CUDA build compiles and links with the NCCL of NCCL_HOME, and cuBLAS of CUDA_HOME, whose nvcc it takes."""
+        nccl, cuda = self.tree("nccl", "nccl"), self.tree("cuda", "cublasLt")
+        shutil.copytree(self.dir / "bin", cuda / "bin")
+        done = subprocess.run(["make", "-n", "cuda", "MPI=0", "ARCHS=80"], cwd=self.dir, timeout=60, capture_output=True, text=True,
+                              env=self.environment() | {"NCCL_HOME": str(nccl), "CUDA_HOME": str(cuda)})
+        link = re.search(r"(?m)^.*LINK .*$", done.stdout)[0]
+        for flag in (f"{cuda}/bin/nvcc", f"-I{nccl}/include", f"-L{nccl}/lib", f"-Xlinker -rpath,{nccl}/lib", "-l:libnccl.so",
+                     f"-L{cuda}/lib64", "-l:libcublasLt.so"):
+            self.assertIn(flag, link)
+
+    def test_nvcc_of_pip(self):
+        """An nvcc of pip's packages is taken where PATH has none."""
+        nvcc = self.dir / "site/nvidia/cu13/bin/nvcc"
+        nvcc.parent.mkdir(parents=True)
+        (self.dir / "bin/nvcc").rename(nvcc)
+        done = subprocess.run(["make", "-pn", "help", "MPI=0", f"PYTHON={sys.executable}"], cwd=self.dir, timeout=60, capture_output=True, text=True,
+                              env=self.environment() | {"PATH": f"{self.dir}/bin:/usr/bin:/bin", "PYTHONPATH": f"{self.dir}/site"})
+        if not shutil.which("nvcc", path="/usr/bin:/bin"):
+            self.assertRegex(done.stdout, rf"(?m)^HAVE_NVCC := {re.escape(str(nvcc))}$")
+
+    def test_probe(self):
+        """The probe prints the folder of a library, or the commands that install it, and the reason for the CPU build alone."""
+        (self.dir / "bin/nvidia-smi").write_text("#!/bin/sh\necho A card, 8.9, 580.1\n")
+        (self.dir / "bin/nvidia-smi").chmod(0o755)
+        say = lambda **names: subprocess.run(["sh", ROOT / "scripts/probe.sh"], env=self.environment() | names, timeout=60, check=True,
+                                             capture_output=True, text=True).stdout
+        text = say(CBLAS_LIB="-I/o/include -L/o/lib -lopenblas", ZLIB="-lz")
+        for line in (r"GPU +A card, 8\.9, 580\.1", r"nvcc +none: the CPU build alone is made, although there is a GPU: .*compiler.*",
+                     r" +Debian: apt install cuda-toolkit.*; conda: conda install -c conda-forge cuda-nvcc .*; cluster: module load cuda",
+                     r"CBLAS +-lopenblas, from /o/lib", r"zlib +-lz, from folders of the compiler"):
+            self.assertRegex(text, f"(?m)^{line}$")
+        self.assertEqual(len(re.findall("(?m)^nvcc", text)), 1)
+        text = say(HAVE_NVCC=str(self.dir / "bin/nvcc"), MPI="0", ONIG="0")
+        for name, package in (("NCCL", "nccl"), ("Open MPI", "openmpi"), ("Oniguruma", "oniguruma"), ("CBLAS", "openblas"), ("zlib", "zlib")):
+            self.assertRegex(text, rf"(?m)^{name} +none: .*\n +Debian: apt install .*-c conda-forge {package}; .*module load {package}$")
+
     def environment(self):
-        environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        hidden = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CUDA_HOME", "NCCL_HOME", "CONDA_PREFIX")
+        environment = {name: value for name, value in os.environ.items() if name not in hidden}
         return environment | {"PATH": f"{self.dir}/bin:{environment['PATH']}"}
 
     def made(self, *arguments):
