@@ -24,7 +24,7 @@ endif
 PYTHON   ?= python3
 # pip's nvidia-* packages: folders with include, lib and perhaps bin/nvcc.
 PIP      := $(wildcard $(addsuffix /*,$(shell $(PYTHON) -c 'import nvidia; print(*nvidia.__path__)' 2>/dev/null)))
-NVCC     ?= $(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc)) $(shell command -v nvcc) $(wildcard $(PIP:%=%/bin/nvcc)) nvcc)
+NVCC     := $(or $(NVCC),$(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc)) $(shell command -v nvcc) $(wildcard $(PIP:%=%/bin/nvcc)) nvcc))
 HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(HAVE_NVCC)))
 find      = $(shell CC="$(CC)" CUDA_HOME="$(CUDA_HOME)" PIP="$(PIP)" sh scripts/find.sh $(1))

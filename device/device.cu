@@ -21,6 +21,11 @@ NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file,
     const char* hint = "";
     if (error == cudaErrorMemoryAllocation) hint = less_memory;
     if (error == cudaErrorInsufficientDriver) hint = "; install a driver for the CUDA version this was built with";
+    if (error == cudaErrorUnsupportedPtxVersion)
+        hint =
+            "; this build has only PTX for this GPU, and the driver is older than the toolkit: update the driver, or "
+            "build on the machine with this GPU, whose code then needs no PTX";
+    if (error == cudaErrorCallRequiresNewerDriver) hint = "; the driver is older than the toolkit: update the driver";
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
         hint = "; this build holds no code for this GPU: build with make ARCHS=all, or on the machine with it";
     die(EXIT_FAILED, "%s:%d: %s: %s%s", file, line, call, cudaGetErrorString(error), hint);
@@ -67,14 +72,11 @@ static __global__ void add(float* out, const float* in, int64_t n) {
 // Ends the run with one line if there is no GPU that this build can use. Returns `portable` of the Ctx.
 static int check_gpu(cudaDeviceProp* properties) {
     // The driver, and whether it is new enough for the toolkit.
-    int driver = 0, count = 0, device = 0, built = CUDART_VERSION;
+    int driver = 0, count = 0, device = 0;
+    char* error_text;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
         die(EXIT_FAILED, "no GPU: no NVIDIA driver on this machine; use build/cpu/train_moe");
-    if (driver < built)
-        die(EXIT_FAILED,
-            "the NVIDIA driver supports CUDA %d.%d, this program was built with %d.%d: update the driver or build with "
-            "an older toolkit",
-            driver / 1000, driver % 1000 / 10, built / 1000, built % 1000 / 10);
+    if ((error_text = kernels_old_driver(driver, CUDART_VERSION))) die(EXIT_FAILED, "%s", error_text);
     // A GPU.
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0)
@@ -83,7 +85,6 @@ static int check_gpu(cudaDeviceProp* properties) {
     // Its kernels, and whether this build has code for them.
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaGetDeviceProperties(properties, device));
-    char* error_text;
     const int portable = kernels_choose(capability_of(*properties), getenv("TRAIN_MOE_KERNELS"), &error_text);
     if (portable < 0) die(EXIT_USAGE, "%s: %s", properties->name, error_text);
     cudaFuncAttributes attributes;

@@ -23,6 +23,14 @@ int kernels_choose(int capability, const char* asked, char** error) {
     return *error ? -1 : portable || !is_hopper;
 }
 
+char* kernels_old_driver(int driver, int toolkit) {
+    if (driver / 1000 >= toolkit / 1000) return NULL;
+    return host_format(
+        "the NVIDIA driver supports CUDA %d.%d, this program was built with %d.%d: update the driver or build with a "
+        "toolkit of CUDA %d",
+        driver / 1000, driver % 1000 / 10, toolkit / 1000, toolkit % 1000 / 10, driver / 1000);
+}
+
 char* kernels_without_fast(int capability, int portable) {
     if (capability >= 100 || (capability == 90 && !portable)) return NULL;
     return host_format(

@@ -185,6 +185,14 @@ static void kernels_of_gpus(void) {
     }
 }
 
+// Within one major version a driver runs programs of every toolkit.
+static void old_drivers(void) {
+    const char* reason = kernels_old_driver(12090, 13000);
+    CHECK(reason && strstr(reason, "supports CUDA 12.9, this program was built with 13.0"), "%s", reason);
+    CHECK(!kernels_old_driver(13000, 13050) && !kernels_old_driver(13050, 13000) && !kernels_old_driver(13000, 12080),
+          "a driver that runs the program is refused");
+}
+
 // The address sanitizer would end the program where malloc must return NULL.
 const char* __asan_default_options(void) { return "allocator_may_return_null=1"; }
 
@@ -203,6 +211,7 @@ int main(void) {
     RUN(arena_lays_out);
     RUN(folders);
     RUN(kernels_to_ask_for);
+    RUN(old_drivers);
     RUN(kernels_of_gpus);
     RUN(ends_with_reason);
     return test_summary();
