@@ -137,6 +137,14 @@ class Build(unittest.TestCase):
         for name, package in (("NCCL", "nccl"), ("Open MPI", "openmpi"), ("Oniguruma", "oniguruma"), ("CBLAS", "openblas"), ("zlib", "zlib")):
             self.assertRegex(text, rf"(?m)^{name} +none: .*\n +Debian: apt install .*-c conda-forge {package}; .*module load {package}$")
 
+    def test_dockerfile(self):
+        """The image has every package of setup.sh, and the build does not run as root."""
+        packages = re.findall(r'(?:missing|wanted)="(?:\$\w+)? ([^"$]+)"', (ROOT / "scripts/setup.sh").read_text())
+        names, lines = {name for group in packages for name in group.split()}, (ROOT / "Dockerfile").read_text()
+        self.assertLessEqual({"zlib1g-dev", "libopenblas-dev", "libonig-dev", "openmpi-bin"}, names)
+        self.assertEqual(names - set(lines.split()), set())
+        self.assertRegex(lines, r"(?s)^USER (?!root).*^RUN make".replace("^", "(?m:^)"))
+
     def environment(self):
         hidden = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CUDA_HOME", "NCCL_HOME", "CONDA_PREFIX")
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
