@@ -137,6 +137,35 @@ class Build(unittest.TestCase):
         for name, package in (("NCCL", "nccl"), ("Open MPI", "openmpi"), ("Oniguruma", "oniguruma"), ("CBLAS", "openblas"), ("zlib", "zlib")):
             self.assertRegex(text, rf"(?m)^{name} +none: .*\n +Debian: apt install .*-c conda-forge {package}; .*module load {package}$")
 
+    def test_report(self):
+        """bench/report.sh on a GPU, with a stub of the program: medians, 16b with the layers that fit, both kernels, tests."""
+        program = """#!/bin/sh
+case "$*" in
+    --version) echo train_moe 1;;
+    *--dry-run*) [ "${*##*--gpu-memory }" = 24 ] && case "$*" in *--layers\ [1-3]\ *) ;; *) exit 1; esac;;
+    *"--model debug"*) echo out of GPU memory; exit 1;;
+    *) echo "device     A card, ${TRAIN_MOE_KERNELS:-own} kernels"
+       for ms in 99 99 5 3.5 4; do echo "step 1/9  loss 1  norm 1  lr 1.00e-03  $ms ms  700 tok/s  load 1  ETA 0:00:00"; done;;
+esac
+"""
+        for name, text in (("bin/nvidia-smi", "#!/bin/sh\necho A card, 580.1, 24576, 450\n"), ("build/cuda/train_moe", program),
+                           ("bin/make", '#!/bin/sh\n[ "$1" != test ] || { echo 7 passed, 0 failed, 0 skipped; exit 0; }\n'),
+                           ("build/cuda/bench/memory", "#!/bin/sh\necho copies\n"), ("build/cuda/bench/grouped_gemm", "#!/bin/sh\necho matmuls\n")):
+            (self.dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.dir / name).write_text(text)
+            (self.dir / name).chmod(0o755)
+        (self.dir / "bench").unlink()
+        (self.dir / "bench").mkdir()
+        shutil.copy(ROOT / "bench/report.sh", self.dir / "bench")
+        done = subprocess.run(["sh", self.dir / "bench/report.sh"], env=self.environment() | {"PYTHON": sys.executable}, timeout=60,
+                              capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
+        for line in ("program   train_moe 1", "GPU, driver, MiB, W   A card, 580.1, 24576, 450", "device, tuned: A card, own kernels",
+                     "device, portable: A card, portable kernels", "tiny, tuned: 4 ms, 700 tokens/s; --model tiny --optimizer adamw --steps 2000",
+                     "debug, portable: failed: out of GPU memory", "copies", "matmuls", "make test: exit code 0, 7 passed, 0 failed, 0 skipped"):
+            self.assertIn(line, done.stdout.splitlines())
+        self.assertRegex(done.stdout, r"(?m)^16b, portable: 4 ms, 700 tokens/s; .* --layers 3$")
+
     def test_dockerfile(self):
         """The image has every package of setup.sh, and the build does not run as root."""
         packages = re.findall(r'(?:missing|wanted)="(?:\$\w+)? ([^"$]+)"', (ROOT / "scripts/setup.sh").read_text())
