@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs missing packages for the CPU build and its tests. If none is missing, it is silent and needs no network.
 # It uses apt as root or through sudo. Elsewhere it prints the command to run and stops, unless only optional ones are missing.
+# `make probe` names the packages of conda-forge and of modules, which need no root.
 missing=""
 command -v "${CC:-gcc}" >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
 command -v make >/dev/null 2>&1 || missing="$missing make"
@@ -26,7 +27,8 @@ install="install -y --no-install-recommends"
 if ! command -v apt-get >/dev/null 2>&1; then
     [ -z "$missing" ] && without "this is no Debian or Ubuntu: install it with this system's package manager"
     echo "setup: missing (by their Debian names):$missing$wanted" >&2
-    echo "setup: this is no Debian or Ubuntu; install them with this system's package manager and run make again" >&2
+    echo "setup: this is no Debian or Ubuntu; install them with this system's package manager, conda or modules" >&2
+    echo "setup: (make probe has their names) and run make again" >&2
     exit 1
 fi
 if [ "$(id -u)" = 0 ]; then
@@ -37,6 +39,7 @@ else
     [ -z "$missing" ] && without "as root: apt-get $install$wanted"
     echo "setup: missing:$missing$wanted; run this as root, then make again:" >&2
     echo "    apt-get update && apt-get $install$missing$wanted" >&2
+    echo "setup: without root: make probe has the names in conda-forge and of modules" >&2
     exit 1
 fi
 echo "setup: installing$missing$wanted"

@@ -59,7 +59,7 @@ $(CUDA)/tests/ops/test_cuda_learn: $(LEARN:%=$(CUDA)/%.o)
 # Host code is C11 for gcc and C++20 for nvcc: it must stay in the common subset.
 check-host:
 	@for file in $(HOST:=.c) device/version.c train_moe.cu; do \
-	    g++ -x c++ -std=c++20 $(HOST_WARNINGS) -Werror -I. $(MPI_FLAGS) -DCOMMIT='""' -fsyntax-only $$file || exit 1; \
+	    g++ -x c++ -std=c++20 $(HOST_WARNINGS) -Werror $(filter -I%,$(CPPFLAGS)) $(MPI_FLAGS) -DCOMMIT='""' -fsyntax-only $$file || exit 1; \
 	done
 
 # SECONDS of random inputs for each reader of files and options. Needs clang and its libFuzzer (libclang-rt-14-dev).
@@ -71,7 +71,7 @@ fuzz: build/fuzz/fuzz
 	        -timeout=20 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/$$target- build/fuzz/$$target || exit 1; \
 	done
 build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst split_onig,split_none,$(subst ranks_mpi,ranks_one,$(HOST))) $(OPS)) $(wildcard */*.h) Makefile
-	$(call run,CC   ,$(FUZZ_CC) -D_GNU_SOURCE -DLIBFUZZER -I. -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) $(ZLIB) -lgomp -lm $(FUZZ_WRAP))
+	$(call run,CC   ,$(FUZZ_CC) -D_GNU_SOURCE -DLIBFUZZER $(filter -I%,$(CPPFLAGS)) -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) $(ZLIB) -lgomp -lm $(FUZZ_WRAP))
 
 # Random KILLS, failing calls (FAILS) and DAMAGES of short runs, from SEED.
 KILLS = 2000
