@@ -57,7 +57,7 @@ void options_set(const Option* o, void* values, const char* text, const char* wh
             free(*(char**)value);
             *(char**)value = host_strdup(text);
             return;
-        // A flag that is given is 1. --help all is 2.
+        // A flag that is given is 1. With "all", where the range goes up to 2, it is 2.
         case OPTION_FLAG: *(int64_t*)value = strcmp(text, "all") == 0 ? 2 : text[0] == '1'; return;
     }
 }
@@ -160,8 +160,6 @@ static NORETURN void unknown_option(const Option* table, int count, const char* 
 
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv) {
     for (int a = 1; a < argc; a++) {
-        // --help, or --help all
-        const int help = strcmp(argv[a], "-h") == 0 || strcmp(argv[a], "--help") == 0;
         const char* word = strcmp(argv[a], "-h") == 0 ? "--help" : argv[a];
         if (strncmp(word, "--", 2) != 0)
             die(EXIT_USAGE, "'%s' is not an option; options look like --name value (--help lists them)%s", word,
@@ -181,7 +179,7 @@ void options_parse(const Option* table, int count, void* values, char* given, in
         const char* value = word[2 + length] ? word + 2 + length + 1 : NULL;
         if (o->type == OPTION_FLAG) {
             if (value) die(EXIT_USAGE, "--%s takes no value, and was given '%s'", o->name, value);
-            value = help && a + 1 < argc && strcmp(argv[a + 1], "all") == 0 ? argv[++a] : "1";
+            value = o->max == 2 && a + 1 < argc && strcmp(argv[a + 1], "all") == 0 ? argv[++a] : "1";
         } else if (!value) {
             if (++a == argc) die(EXIT_USAGE, "--%s needs a value", o->name);
             value = argv[a];

@@ -45,9 +45,9 @@ void options_defaults(const Option* table, int count, void* values);
 // choices, the run ends with EXIT_USAGE. The message begins with `where`.
 void options_set(const Option* option, void* values, const char* text, const char* where);
 
-// Parses the command line: `--name value`, `--name=value`, flags, -h for --help, and `--help all` (value 2 of that
-// flag). given[i] becomes 1 for every option named. If an option is named twice, the last value counts. The run ends
-// with EXIT_USAGE
+// Parses the command line: `--name value`, `--name=value`, flags, -h for --help, and `--flag all` (value 2, where
+// max is 2). given[i] becomes 1 for every option named. If an option is named twice, the last value counts. The run
+// ends with EXIT_USAGE
 //
 //   on an unknown option            with a hint if a name is similar
 //   on a missing value

@@ -2,11 +2,13 @@
 // fit, other options are tried.
 #include "model/memory.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "device/check.h"
+#include "model/predict.h"
 #include "model/report.h"
 #include "parallel/checkpoint.h"
 #include "parallel/ranks.h"
@@ -64,74 +66,80 @@ static size_t memory_planned(const Model* m, Backend build) {
     return bytes;
 }
 
-// The same of a plan that allocates no device memory.
-static size_t memory_needed(const Settings* s, int rank, Backend build) {
+// The same of a plan that allocates no device memory, and the predicted seconds of a step.
+static size_t memory_needed(const Settings* s, int rank, Backend build, double* seconds) {
     Model m;
+    double t[TIMES];
     model_plan(&m, s, rank, build);
     const size_t bytes = memory_planned(&m, build);
+    *seconds = predict_step(t, &m);
     model_plan_free(&m);
     return bytes;
 }
 
-// The options in which `s` differs from `was`, as they are given, in fresh memory.
-static char* changes(const Settings* s, const Settings* was) {
+// A run to come: not one that goes on, not the use of a model.
+static bool is_new_run(const Settings* s) { return !s->resume && !*s->sample && !*s->evaluate; }
+
+// The options in which `s` differs from `was`, as they are given, in fresh memory. Without --tokens-per-step another
+// --batch would change the tokens of a step.
+static char* changed_options(const Settings* s, const Settings* was) {
     char* list = host_strdup("");
     for (int i = 0; i < settings_count; i++) {
-        if (option_same(&settings_table[i], s, was)) continue;
-        char* now = option_text(&settings_table[i], s);
-        host_append(&list, "%s--%s %s", *list ? " " : "", settings_table[i].name, now);
+        const Option* o = &settings_table[i];
+        const bool follows = o->offset == offsetof(Settings, tokens_per_step) && s->batch != was->batch;
+        if (option_same(o, s, was) && !(follows && !s->given[i] && is_new_run(s))) continue;
+        char* now = option_text(o, s);
+        host_append(&list, "%s--%s %s", *list ? " " : "", o->name, now);
         free(now);
     }
     return list;
 }
 
-// Looks for the largest batch above `least` with which `other` fits, and adds it to the list. The result is that batch,
-// `least` if none fits.
-static int64_t add_fitting(char** list, Settings other, int64_t least, const Settings* s, int rank, size_t available,
-                           Backend build) {
-    for (; other.batch > least; other.batch--) {
-        if (s->tokens_per_step % settings_micro_tokens(&other)) continue;
-        size_t bytes = memory_needed(&other, rank, build);
-        if (bytes > available) continue;
-        char* options = changes(&other, s);
-        host_append(list, "%s%s (%.2f GiB)", **list ? ", " : "; these fit: ", options, (double)bytes / 0x1p30);
-        free(options);
-        return other.batch;
-    }
-    return least;
+// Looks for the cheapest change of the settings that fits, from this batch on. A level of --recompute and half of the
+// batch count as one change each. The fastest of equally many is taken, with any --shard and with any --ep within a
+// host of 8 GPUs. The last resort is --moments bf16, because it is for all of a run.
+static bool find_fitting(Settings* found, const Settings* s, int64_t batch, int rank, size_t available, Backend build) {
+    const int64_t last_shard = max_i64(s->shard, s->ranks > 1 ? SHARD_WEIGHTS : 0),
+                  last_moments = is_new_run(s) || s->moments;
+    Settings o = *s;
+    double best = INFINITY, seconds;
+    for (; o.moments <= last_moments && best == INFINITY; o.moments++)
+        for (int64_t changes = 0; changes < 64 && best == INFINITY; changes++)
+            for (o.recompute = s->recompute; o.recompute <= RECOMPUTE_BLOCK; o.recompute++) {
+                const int64_t halves = changes - (o.recompute - s->recompute);
+                o.batch = halves < 0 ? 0 : batch >> halves;
+                if (!o.batch || o.tokens_per_step % settings_micro_tokens(&o)) continue;
+                for (o.ep = s->ep; o.ep == s->ep || o.ep <= 8; o.ep *= 2)
+                    for (o.shard = s->shard; o.shard <= last_shard; o.shard++) {
+                        if (o.ranks % o.ep || o.model.E % o.ep) continue;
+                        if (memory_needed(&o, rank, build, &seconds) > available || seconds >= best) continue;
+                        *found = o;
+                        best = seconds;
+                    }
+            }
+    return best < INFINITY;
 }
 
-// Options that would fit, as the end of a message.
+// Options that would fit, or that none does, in fresh memory.
 static char* what_fits(const Settings* s, int rank, size_t available, Backend build) {
-    // A smaller batch alone, then each stronger --recompute and --shard if it allows a larger one than that.
-    char* list = host_strdup("");
-    Settings other = *s;
-    int64_t least = add_fitting(&list, other, 0, s, rank, available, build),
-            last_shard = s->ranks > 1 ? SHARD_WEIGHTS : 0;
-    while (++other.recompute <= RECOMPUTE_BLOCK) add_fitting(&list, other, least, s, rank, available, build);
-    other = *s;
-    while (++other.shard <= last_shard) add_fitting(&list, other, least, s, rank, available, build);
-
-    // Nothing yet: all of it together.
-    other.recompute = RECOMPUTE_BLOCK;
-    other.shard = max_i64(s->shard, last_shard);
-    if (!*list) add_fitting(&list, other, 0, s, rank, available, build);
-    other.moments = 1;  // bf16, for all of a run
-    if (!*list && !s->resume && !*s->sample && !*s->evaluate) add_fitting(&list, other, 0, s, rank, available, build);
-    if (!*list)
-        host_append(&list,
-                    "; no --batch, --recompute or --shard makes it fit: use a smaller model, %s, or more ranks with "
-                    "--shard weights",
-                    *s->sample ? "--sample-tokens, --seq-len" : "--seq-len");
-    return list;
+    Settings found;
+    // More than one sequence needs more memory than one.
+    if (!find_fitting(&found, s, 1, rank, available, build) ||
+        !find_fitting(&found, s, s->batch, rank, available, build))
+        return host_format("no --ep, --shard, --recompute or --batch fits: use a smaller model, %s, or more ranks",
+                           *s->sample ? "--sample-tokens, --seq-len" : "--seq-len");
+    char *options = changed_options(&found, s), *text = host_format("it fits with %s", options);
+    free(options);
+    return text;
 }
 
 // Ends the run, with the options with which it would fit. left: "free", for example.
-static NORETURN void does_not_fit(const Settings* s, int rank, Backend build, size_t needed, size_t available,
-                                  const char* left) {
-    die(EXIT_FAILED, "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run lists all), %.2f GiB are %s%s",
+static NORETURN void does_not_fit(const Settings* s, Backend build, size_t needed, size_t available, const char* left,
+                                  const char* proposal) {
+    die(EXIT_FAILED,
+        "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run all lists all), %.2f GiB are %s; %s",
         (double)needed / 0x1p30, (double)memory_estimated(s, build) / 0x1p30, (double)available / 0x1p30, left,
-        what_fits(s, rank, available, build));
+        proposal);
 }
 
 // Bytes of the tensors of a checkpoint: weights, and two moments, or Muon's momentum.
@@ -164,10 +172,25 @@ static void report_items(const Model* m, Backend build) {
     printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, (double)total / 0x1p30);
 }
 
+// The predicted time of a step, and the share of each class of kernels.
+static void report_prediction(const Model* m) {
+    static const char* const classes[] = {"grouped GEMM", "dense GEMM",   "attention", "head and loss",
+                                          "optimizer",    "memory-bound", "transfers"};  // by TimeClass
+    const Settings* s = &m->settings;
+    double t[TIMES];
+    const double step = predict_step(t, m);
+    printf("step       predicted: %.4g s, %.0f tokens/s a GPU, on H200, the card whose rates were measured%s\n", step,
+           (double)s->tokens_per_step / step / (double)s->ranks,
+           s->ranks > 8 ? ";\n           links between hosts were not measured: they count as those within one" : "");
+    for (int i = 0; i < TIMES; i++)
+        if (t[i] > 0) printf("             %-13s %5.1f %%\n", classes[i], 100 * t[i] / step);
+}
+
 void memory_report(const Settings* s, int running) {
     // The plan is for a GPU of --gpu-memory, or for this machine. Nothing is known of machines for other --ranks.
     const size_t given = (size_t)(s->gpu_memory * 0x1p30);
-    const Backend build = given ? BACKEND_CUDA : BACKEND, other = build == BACKEND_CPU ? BACKEND_CUDA : BACKEND_CPU;
+    const Backend build = given ? BACKEND_CUDA : BACKEND;
+    const size_t context = build == BACKEND_CUDA ? CUDA_CONTEXT : 0;
     size_t available = 0;  // 0: not known
     if (given)
         available = given > CUDA_CONTEXT ? given - CUDA_CONTEXT : 1;
@@ -176,39 +199,45 @@ void memory_report(const Settings* s, int running) {
     Model m;
     model_plan(&m, s, 0, build);
     const size_t needed = memory_planned(&m, build);
-    const bool fits = !available || needed <= available;
+    char* proposal = available && needed > available ? what_fits(s, 0, available, build) : NULL;
 
-    // On one screen: memory, model, checkpoints.
-    const size_t context[2] = {0, CUDA_CONTEXT};
+    // The answer.
     printf("memory     %s%.2f GiB a rank in the %s build",
            !available ? ""
-           : fits     ? "fits: "
-                      : "does not fit: ",
-           (double)(needed + context[build]) / 0x1p30, names[build]);
+           : proposal ? "does not fit: "
+                      : "fits: ",
+           (double)(needed + context) / 0x1p30, names[build]);
     if (available)
-        printf(", %.2f GiB %s", (double)(given ? given : available + context[build]) / 0x1p30,
-               given ? "on the GPU" : "free");
-    printf("; %.2f GiB in the %s build\n", (double)(memory_needed(s, 0, other) + context[other]) / 0x1p30,
-           names[other]);
+        printf(", %.2f GiB %s", (double)(given ? given : available + context) / 0x1p30, given ? "on the GPU" : "free");
+    printf("\n");
+    if (proposal) printf("           %s\n", proposal);
+
+    // Model, checkpoints, time.
     report_model(s);
     printf("           parameters %ld, active %ld, FLOPs a token %.6g\n", params_total(&s->model),
            params_active(&s->model), flops_per_token(&s->model, s->seq_len));
     const int64_t kept = max_i64(s->keep, 2) + 1;
     const double checkpoint = checkpoint_bytes(&m) / 0x1p30;
-    if (!m.layout.frozen)
+    if (!m.layout.frozen) {
         printf("checkpoint %.4g GiB; up to %ld at once with --keep %ld, one of them being written: %.4g GiB\n",
                checkpoint, kept, s->keep, (double)kept * checkpoint);
-    printf("\n");
+        report_prediction(&m);
+    }
 
     // All options, and all buffers.
-    options_print(settings_table, settings_count, s, NULL);
-    report_items(&m, build);
+    printf(s->dry_run == 2 ? "\n" : "\n--dry-run all lists all options and all buffers.\n");
+    if (s->dry_run == 2) {
+        options_print(settings_table, settings_count, s, NULL);
+        report_items(&m, build);
+    }
     model_plan_free(&m);
-    if (!fits) does_not_fit(s, 0, build, needed, available, given ? "left besides the CUDA context" : "free");
+    if (proposal) does_not_fit(s, build, needed, available, given ? "left besides the CUDA context" : "free", proposal);
 }
 
 void memory_check(const Settings* s, int rank) {
     // 0 is unknown: the run then starts without this check.
-    const size_t available = device_free_memory(ranks_here()), needed = memory_needed(s, rank, BACKEND);
-    if (available && needed > available) does_not_fit(s, rank, BACKEND, needed, available, "free");
+    double seconds;
+    const size_t available = device_free_memory(ranks_here()), needed = memory_needed(s, rank, BACKEND, &seconds);
+    if (available && needed > available)
+        does_not_fit(s, BACKEND, needed, available, "free", what_fits(s, rank, available, BACKEND));
 }

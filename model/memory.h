@@ -1,5 +1,5 @@
 // The memory of a run, from a plan (model_plan): printed by --dry-run, and checked before a run takes any. --dry-run
-// prints a summary, then a table:
+// prints a summary, `--dry-run all` then a table:
 //
 //   activations kept for backward                          48.727 MiB
 //     residual before attention            x 4              4.000 MiB        2048.0 bytes a token
@@ -10,10 +10,11 @@
 
 #include "model/settings.h"
 
-// --dry-run: model, memory in both builds and whether it fits, and checkpoints; then the configuration, and the memory
-// of a rank item by item. The plan is this build's, for the GPU or machine at hand; with --gpu-memory it is the CUDA
-// build's, for such a GPU. Nothing is known of the machines for other --ranks than the `running` ones. Ends the run
-// with EXIT_FAILED if it does not fit.
+// --dry-run, on one screen: whether the run fits, and options with which it would; model, size of checkpoints and
+// predicted time of a step. `--dry-run all` goes on with the configuration, and the memory of a rank item by item. The
+// plan is this build's, for the GPU or machine at hand; with --gpu-memory it is the CUDA build's, for such a GPU.
+// Nothing is known of the machines for other --ranks than the `running` ones. Ends the run with EXIT_FAILED if it does
+// not fit.
 void memory_report(const Settings* settings, int running);
 // On the device that was chosen, before any rank of this machine takes memory: ends the run where `rank` needs more
 // than is free, with both numbers and the options with which it would fit.

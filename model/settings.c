@@ -27,6 +27,8 @@
     { group, name, OPTION_TEXT, offsetof(Settings, field), "", 0, 0, NULL, scope, help }
 #define FLAG(group, name, field, scope, help)                                                                          \
     { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 1, NULL, scope, help }
+#define FLAG_ALL(group, name, field, scope, help)                                                                      \
+    { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 2, NULL, scope, help }
 #define BIG 1e12
 
 // The options, in the order of --help.
@@ -102,14 +104,14 @@ const Option settings_table[] = {
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
     CHOICE("run", "graph", graph, "auto", "auto|off", FREE, "auto: one GPU replays its steps as CUDA graphs"),
-    FLAG("run", "dry-run", dry_run, ONCE_COMMON,
-         "print memory, checkpoint size and FLOPs, and stop; exit code 1: does not fit"),
+    FLAG_ALL("run", "dry-run", dry_run, ONCE_COMMON,
+             "print memory (exit code 1: too little), disk and time, and stop; all: buffers"),
     WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, ONCE,
           "with --dry-run: ranks to plan for; 0: those of mpirun or srun"),
     NUMBER("run", "gpu-memory", gpu_memory, "0", 0, 1e6, ONCE,
            "with --dry-run: plan the CUDA build for a GPU of that many GiB; 0: this build"),
     FLAG("run", "version", version, ONCE, "print commit and build, and stop"),
-    FLAG("run", "help", help, ONCE_COMMON, "print the common options and stop (also -h); --help all: all of them"),
+    FLAG_ALL("run", "help", help, ONCE_COMMON, "print the common options and stop (also -h); --help all: all of them"),
 
     // How it learns.
     CHOICE("optimizer", "optimizer", optimizer, "muon", "adamw|muon", FREE_COMMON,
@@ -163,7 +165,8 @@ const Option settings_table[] = {
            "wgrad GEMMs of the routed experts, and of --linear-precision"),
     CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8|mxfp8-exact", FIXED,
            "GEMMs of attention without Wkva, and of the dense and shared MLPs"),
-    CHOICE("precision", "mx-scale", scale_rule, "rceil", "rceil|floor", FIXED, "rounding of the scales of MXFP8 blocks"),
+    CHOICE("precision", "mx-scale", scale_rule, "rceil", "rceil|floor", FIXED,
+           "rounding of the scales of MXFP8 blocks"),
     WHOLE("precision", "mx-stats", stats_every, "0", 0, 1e9, FREE,
           "steps between quantization statistics in the log; 0: none"),
 

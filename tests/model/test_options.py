@@ -90,7 +90,7 @@ class BadOptions(Case):
             ("--expert-precision bf16 --expert-precision mxfp8-exact --precision mxfp8", "  expert-precision mxfp8-exact  "),
         ):
             with self.subTest(args):
-                done = self.call(command(kv_lora=32, expert_ffn=32, dry_run=True) + args.split())
+                done = self.call(command(kv_lora=32, expert_ffn=32, dry_run="all") + args.split())
                 self.assertIn(words, done.stdout.replace("\n", "  \n"))
         self.assertEqual(self.call([PROGRAM, "-h"]).stdout, self.call([PROGRAM, "--help"]).stdout)
 
@@ -99,7 +99,7 @@ class BadOptions(Case):
         for model, lr in (("small", "0.001"), ("debug", "0.001"), ("16b", "0.00042"), ("236b", "0.00024"), ("671b", "0.00022")):
             for given, expected in (([], lr), (["--lr", "3e-3"], "0.003")):
                 with self.subTest(model, given=given):
-                    printed = " ".join(self.call([PROGRAM, "--dry-run", "--model", model, *ANY_GPU] + given).stdout.split())
+                    printed = " ".join(self.call([PROGRAM, "--dry-run", "all", "--model", model, *ANY_GPU] + given).stdout.split())
                     self.assertEqual(re.search(r" lr (\S+) ", printed)[1], expected)
 
     def test_balance(self):
@@ -112,7 +112,7 @@ class BadOptions(Case):
                                 (["--balance", "none"], ("none", "0")),
                                 (["--balance", "none", "--aux-loss", "0.1"], ("none", "0.1"))):
             with self.subTest(given):
-                printed = " ".join(self.call([PROGRAM, "--dry-run", *ANY_GPU] + given).stdout.split())
+                printed = " ".join(self.call([PROGRAM, "--dry-run", "all", *ANY_GPU] + given).stdout.split())
                 self.assertEqual(re.search(r" balance (\S+) .* aux-loss (\S+) ", printed).groups(), expected)
         for balance in ("quantile", "none"):
             self.refused(2, f"--bias-rate goes with --balance deepseek, not with --balance {balance}", balance=balance,
@@ -126,9 +126,9 @@ class BadOptions(Case):
         self.refused(2, "--optimizer takes one of adamw|muon, not 'sgd'", optimizer="sgd")
         for model, expected in (("tiny", ("muon", "0.012")), ("small", ("muon", "0.002")), ("debug", ("muon", "0.002")),
                                 ("16b", ("adamw", "0.002"))):
-            printed = self.call([PROGRAM, "--dry-run", "--model", model, *ANY_GPU]).stdout
+            printed = self.call([PROGRAM, "--dry-run", "all", "--model", model, *ANY_GPU]).stdout
             self.assertEqual(re.search(r" optimizer (\S+)  muon-lr (\S+) ", printed).groups(), expected)
-        planned = {o: self.train(dry_run=True, optimizer=o).stdout for o in ("adamw", "muon")}
+        planned = {o: self.train(dry_run="all", optimizer=o).stdout for o in ("adamw", "muon")}
         # AdamW has second moments of all parameters; with Muon, of all but the matrices of attention, MLPs and experts.
         second = {o: [float(x) for x in re.findall(r"AdamW second moments .* ([\d.]+) MiB", planned[o])] for o in planned}
         self.assertTrue(all(0 < b < a for a, b in zip(second["adamw"], second["muon"], strict=True)), second)
@@ -141,7 +141,7 @@ class BadOptions(Case):
                                       ("quantile", [], "quantile"), ("quantile", ["--balance", "deepseek"], "deepseek")):
             with self.subTest(made=made, given=given):
                 step = self.reference(balance=made, save_every=2, **soft) / "step_00000002"
-                printed = self.call([PROGRAM, "--dry-run", "--init", step] + given).stdout
+                printed = self.call([PROGRAM, "--dry-run", "all", "--init", step] + given).stdout
                 self.assertEqual(re.search(r" balance +(\S+)", printed)[1], expected)
         step = self.reference(balance="quantile", save_every=2, **soft) / "step_00000002"
         done = self.call([PROGRAM, "--dry-run", "--init", step, "--balance", "none"], 2)
@@ -238,14 +238,14 @@ class BadOptions(Case):
 
     def test_moments_in_bf16(self):
         """bf16 moments take half the memory; a --beta2 whose updates would be lost in rounding gets a warning."""
-        planned = {kind: self.train(dry_run=True, moments=kind).stdout for kind in ("float32", "bf16")}
+        planned = {kind: self.train(dry_run="all", moments=kind).stdout for kind in ("float32", "bf16")}
         wide, narrow = ([float(mib) for mib in re.findall(r"AdamW \w+ moments .* ([\d.]+) MiB", planned[kind])]
                         for kind in ("float32", "bf16"))
         self.assertEqual((len(wide), len(narrow)), (2, 2))  # first and second moments
         for a, b in zip(wide, narrow):
             self.assertAlmostEqual(a, 2 * b, delta=0.0016)  # three digits are printed
         for model, given, expected in (("small", [], "float32"), ("16b", [], "bf16"), ("671b", ["--moments", "float32"], "float32")):
-            printed = self.call([PROGRAM, "--dry-run", "--model", model, *ANY_GPU] + given).stdout
+            printed = self.call([PROGRAM, "--dry-run", "all", "--model", model, *ANY_GPU] + given).stdout
             self.assertEqual(re.search(r" moments (\S+) ", printed)[1], expected)
         self.assertEqual(self.train(dry_run=True, moments="bf16", beta2=0.99).stderr, "")
         self.assertEqual(self.train(dry_run=True, beta2=0.999).stderr, "")
@@ -272,7 +272,7 @@ class BadOptions(Case):
             ("--combine-precision mxfp8 --precision bf16", [*plain[:2], "mxfp8", *plain[3:]]),
         ):
             with self.subTest(args):
-                done = self.call(command(kv_lora=32, expert_ffn=32, dry_run=True) + args.split())
+                done = self.call(command(kv_lora=32, expert_ffn=32, dry_run="all") + args.split())
                 self.assertEqual([re.search(rf"  {name} (\S+)", done.stdout)[1] for name in names], expected)
         self.refused(2, "--precision takes one of bf16|mxfp8|mxfp8-exact, not 'fp8'", precision="fp8", out="run")
         self.refused(2, "--expert-ffn 16 is not a multiple of 32, which MXFP8 needs", precision="mxfp8", out="run")
@@ -346,7 +346,7 @@ class TokenizerBesideShards(Case):
         for train in ("data/text_train_*.bin", "data/*train*", "data/text_train_000000.bin", self.dir / "data/text_train_*.bin"):
             self.check(self.beside if train == self.dir / "data/text_train_*.bin" else beside, 300, train=train)
         self.check(beside, 320, vocab=320)
-        self.check(beside, 300, dry_run=True)
+        self.check(beside, 300, dry_run="all")
         write_tokenizer(self.dir / "other.bin", self.tokens + [b"more"] * 5)
         self.check("other.bin", 305, tokenizer="other.bin")
         done = self.check(beside, 300, sample_every=1, sample_tokens=5, prompt="7 8 ")
@@ -356,7 +356,7 @@ class TokenizerBesideShards(Case):
     def test_it_is_not_there(self):
         self.beside.rename(self.dir / "data/other_tokenizer.bin")
         self.assertIn("\ntokenizer  none: ids go beyond 256\n", self.check("", 50257).stdout)
-        self.assertRegex(self.call(command(dry_run=True, train=None)).stdout, r"  vocab 257\b")
+        self.assertRegex(self.call(command(dry_run="all", train=None)).stdout, r"  vocab 257\b")
         shutil.copy(self.dir / "data/text_train_000000.bin", self.dir / "data/texts.bin")
         self.check("", 50257, train="data/texts.bin")
 
@@ -640,9 +640,14 @@ class Reports(Case):
             for build, more in (("CUDA", ANY_GPU), (mine, [])):
                 if build == mine and preset not in ("tiny", "debug"):
                     continue
-                done = self.call([PROGRAM, "--dry-run", "--model", preset, "--seq-len", 4096, "--batch", 1, "--out", "run", *more])
+                done = self.call([PROGRAM, "--dry-run", "all", "--model", preset, "--seq-len", 4096, "--batch", 1, "--out", "run", *more])
                 for words in (*numbers, f"model {preset}", "master weights", "bytes a token"):
                     self.assertIn(words, done.stdout)
+                # Without "all" it is the same up to the empty line.
+                summary = self.call(done.args[:2] + done.args[3:]).stdout.splitlines()
+                self.assertEqual(summary[:-1], done.stdout.splitlines()[:len(summary) - 1])
+                self.assertEqual(summary[-2:], ["", "--dry-run all lists all options and all buffers."])
+                self.assertLessEqual((len(summary), max(map(len, summary))), (24, 100), summary)
                 first, _, table = done.stdout.partition("\nmemory of each")
                 self.assertIn(f", {build} build ", table)
                 self.assertEqual("\n  CUDA context and libraries (estimated)" in table, build == "CUDA")
@@ -651,12 +656,11 @@ class Reports(Case):
                 *mib, total = [float(n) for n in re.findall(r"^  \S.*? ([\d.]+) MiB", table, re.M)]
                 self.assertAlmostEqual(sum(mib), total, delta=0.01)
                 # The first lines have the sum of the list, and whether it fits.
-                said = re.match(r"memory     fits: ([\d.]+) GiB a rank in the (\w+) build, [\d.]+ GiB (on the GPU|free); [\d.]+ GiB in the ", first)
+                said = re.match(r"memory     fits: ([\d.]+) GiB a rank in the (\w+) build, [\d.]+ GiB (on the GPU|free)\n", first)
                 self.assertAlmostEqual(float(said[1]), total / 1024, delta=0.006)
                 self.assertEqual((said[2], said[3]), (build, "on the GPU" if more else "free"))
-                self.assertLessEqual(first.partition("\n\n")[0].count("\n"), 5)
         self.assertNotIn("NCCL", done.stdout)
-        self.assertIn("\n  NCCL connections (estimated)", self.train(dry_run=True, ranks=2, gpu_memory=80).stdout)
+        self.assertIn("\n  NCCL connections (estimated)", self.train(dry_run="all", ranks=2, gpu_memory=80).stdout)
         self.assertEqual(snapshot(self.dir), {})
 
     @unittest.skipIf("cuda" in PROGRAM, "the free memory is the machine's")
@@ -664,37 +668,90 @@ class Reports(Case):
         """A plan that exceeds this machine ends with 1. Nothing is said of the machines of other --ranks."""
         large = [PROGRAM, "--dry-run", "--model", "671b"]
         done = self.call(large, 1)
-        self.assertRegex(done.stdout, r"^memory     does not fit: [\d.]+ GiB a rank in the CPU build, [\d.]+ GiB free; ")
-        self.assertRegex(done.stderr, r"error: memory: [\d.]+ GiB are needed .* GiB are free; no --batch, --recompute or --shard makes it fit")
-        self.assertRegex(self.call([*large, "--ranks", 64]).stdout, r"^memory     [\d.]+ GiB a rank in the CPU build; ")
+        self.assertRegex(done.stdout, r"^memory     does not fit: [\d.]+ GiB a rank in the CPU build, [\d.]+ GiB free\n"
+                                      r"           no --ep, --shard, --recompute or --batch fits: use a smaller model, --seq-len, or more ranks\n")
+        self.assertRegex(done.stderr, r"error: memory: [\d.]+ GiB are needed .* GiB are free; no --ep, --shard, --recompute or --batch fits")
+        self.assertRegex(self.call([*large, "--ranks", 64]).stdout, r"^memory     [\d.]+ GiB a rank in the CPU build\n")
+
+    def plan(self, gib, options):
+        """A plan for a GPU of `gib` GiB: the options with which it fits, None where nothing does, {} where it does as it is."""
+        done = subprocess.run([PROGRAM, "--dry-run", "--gpu-memory", str(gib), *(word for pair in options.items() for word in pair)],
+                              capture_output=True, text=True)
+        answer, second, *_ = done.stdout.splitlines()
+        total, on_gpu = map(float, re.fullmatch(r"memory     (?:fits|does not fit): ([\d.]+) GiB a rank in the CUDA build, ([\d.]+) GiB on the GPU",
+                                                answer).groups())
+        self.assertAlmostEqual(on_gpu, gib, delta=0.006)
+        self.assertEqual((done.returncode, "memory     fits: " in answer), (0, True) if total <= gib else (1, False))
+        if done.returncode == 0:
+            self.assertNotIn("--", second)
+            return {}
+        needed, left, said = re.search(r"error: memory: ([\d.]+) GiB are needed .*, ([\d.]+) GiB are left besides the CUDA context; (.*)", done.stderr).groups()
+        self.assertAlmostEqual(total, float(needed) + 0.5, delta=0.01)
+        self.assertAlmostEqual(float(left), gib - 0.5, delta=0.01)
+        self.assertEqual(second.strip(), said)
+        words = said.removeprefix("it fits with ").split()
+        return None if said.startswith("no --ep, --shard, --recompute or --batch fits") else dict(zip(words[::2], words[1::2]))
 
     def test_fits_a_gpu(self):
-        """--gpu-memory compares with the total of the table; its proposals fit, and --batch is the largest that does."""
-        def judged(gib, *more, fits=False):
-            args = [PROGRAM, "--dry-run", "--model", "small", "--seq-len", 1024, "--batch", 32, "--gpu-memory", gib,
-                    "--optimizer", "adamw"]
-            done = self.call([*args, *more], 0 if fits else 1)
-            total = float(re.search(r"(?s).*= ([\d.]+) GiB$", done.stdout, re.M)[1])
-            self.assertEqual("memory     fits: " in done.stdout, fits)
-            self.assertEqual("memory     does not fit: " in done.stdout, not fits)
-            self.assertEqual(total <= gib, fits)
-            if not fits:
-                needed, left = re.search(r"error: memory: ([\d.]+) GiB are needed .*, ([\d.]+) GiB are left besides", done.stderr).groups()
-                self.assertAlmostEqual(total, float(needed) + 0.5, delta=0.01)
-                self.assertAlmostEqual(float(left), gib - 0.5, delta=0.01)
-            return done.stderr
-        judged(80, fits=True)
-        proposals = re.search(r"CUDA context; these fit: (.*)", judged(8))[1]
-        self.assertIn("--batch ", proposals)
-        for options in re.findall(r"(--[^()]+) \(", proposals):
-            judged(8, *options.split(), fits=True)
-        batch = int(re.search(r"--batch (\d+)", proposals)[1])
-        judged(8, "--batch", 2 * batch)  # the next batch that divides the step
-        self.assertIn("no --batch, --recompute or --shard makes it fit", judged(0.6))
-        tight = "--batch", 1, "--seq-len", 256
-        self.assertRegex(judged(3, *tight), r"these fit: --moments bf16 --recompute block \(")
-        self.assertIn("no --batch,", judged(3, *tight, "--resume", "--out", "run"))  # a resumed run keeps these
+        """--gpu-memory compares with the total. The proposal fits, and nothing with fewer changes does."""
+        levels, shards = ["none", "moe", "block"], ["none", "optimizer", "grads", "weights"]
+        small = {"--model": "small", "--seq-len": "1024", "--batch": "32", "--optimizer": "adamw"}
+        large = {"--model": "16b", "--seq-len": "4096", "--batch": "4", "--ranks": "4"}
+        moe = {"--recompute": "moe", "--tokens-per-step": "98304", "--batch": "12", **{key: small[key] for key in ("--model", "--seq-len")}}
+        tight = {**small, "--batch": "1", "--seq-len": "256"}
+        seen = set()
+        for options, sizes in ((small, (80, 10, 8, 5, 4, 0.6)), (large, (250, 150, 90, 80, 60, 45)), (moe, (9, 5, 4)), (tight, (3.5, 3, 2))):
+            for gib in sizes:
+                with self.subTest(options, gib=gib):
+                    proposal = self.plan(gib, options)
+                    if proposal == {}:
+                        continue
+                    ranks, batch, level = int(options.get("--ranks", 1)), int(options["--batch"]), levels.index(options.get("--recompute", "none"))
+                    seen.update(proposal or {"none"})
+                    if proposal:
+                        self.assertEqual(self.plan(gib, {**options, **proposal}), {})
+                        # Another batch does not change the tokens of a step.
+                        self.assertEqual("--tokens-per-step" in proposal, "--batch" in proposal and "--tokens-per-step" not in options)
+                        if "--tokens-per-step" in proposal:
+                            self.assertEqual(int(proposal["--tokens-per-step"]), ranks * batch * int(options["--seq-len"]))
+                    # All that has fewer changes, or all, does not fit.
+                    tokens = options.get("--tokens-per-step", str(ranks * batch * int(options["--seq-len"])))
+                    proposed = proposal and (batch // int(proposal.get("--batch", batch))).bit_length() - 1 + levels.index(
+                        proposal.get("--recompute", levels[level])) - level
+                    for halves in range(batch.bit_length()):
+                        for stronger in levels[level:]:
+                            changes = halves + levels.index(stronger) - level
+                            if proposal and "--moments" not in proposal and changes >= proposed:
+                                continue
+                            if int(tokens) % (ranks * int(options["--seq-len"]) * (batch >> halves)):
+                                continue
+                            for ep, shard in [(ep, shard) for ep in (1, 2, 4) if ranks % ep == 0 for shard in shards[:4 if ranks > 1 else 1]]:
+                                other = {**options, "--batch": str(batch >> halves), "--recompute": stronger, "--tokens-per-step": tokens,
+                                         "--ep": str(ep), "--shard": shard, **({} if proposal else {"--moments": "bf16"})}
+                                self.assertNotEqual(self.plan(gib, other), {}, other)
+        self.assertEqual(seen, {"--batch", "--tokens-per-step", "--recompute", "--ep", "--shard", "--moments", "none"})
+        # A run that goes on keeps its moments and its tokens a step.
+        self.assertIn("--moments", self.plan(3, tight))
+        done = self.call([PROGRAM, "--dry-run", "--gpu-memory", 3, "--resume", "--out", "run", *(word for pair in tight.items() for word in pair)], 1)
+        self.assertIn("no --ep, --shard, --recompute or --batch fits", done.stderr)
         self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
+
+    def test_predicted_steps(self):
+        """The table of predicted steps has this program's predictions; none is off by more than a quarter of the measured time."""
+        table = (ROOT / "bench/RESULTS.md").read_text().partition("## Predicted steps\n")[2].partition("\n## ")[0]
+        rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| [^|]* \| `(--model [^`]+)` \|$", table, re.M)
+        self.assertGreaterEqual(len(rows), 16)
+        for measured, predicted, options in rows:
+            with self.subTest(options):
+                printed = self.call([PROGRAM, "--dry-run", "--gpu-memory", 10**6, *options.split()]).stdout
+                seconds, speed = map(float, re.search(r"(?m)^step       predicted: ([\d.]+) s, (\d+) tokens/s a GPU, on H200", printed).groups())
+                self.assertAlmostEqual(1000 * seconds / float(predicted), 1, delta=6e-3)
+                self.assertAlmostEqual(1000 * seconds / float(measured), 1, delta=0.25)
+                size = {name: int(value) for name, value in re.findall(r"--(batch|seq-len|tokens-per-step) (\d+)", options)}
+                self.assertAlmostEqual(speed * seconds / size.get("tokens-per-step", size["batch"] * size["seq-len"]), 1, delta=2e-3)
+                shares = dict(re.findall(r"(?m)^ {13}(\w.*?) +([\d.]+) %$", printed))
+                self.assertAlmostEqual(sum(map(float, shares.values())), 100, delta=0.4)
+                self.assertEqual("transfers" in shares, "--ranks" in options)
 
     def test_size_of_checkpoints(self):
         """The size of a checkpoint is that of its files without their headers; one more than --keep is on the disk at once."""

@@ -177,7 +177,7 @@ class Memory(Case):
 
     def planned(self, **options):
         """The planned GiB of this build."""
-        done = self.train(dry_run=True, **{**self.SIZE, **options})
+        done = self.train(dry_run="all", **{**self.SIZE, **options})
         return float(re.search(r"^  total .* = ([\d.]+) GiB$", done.stdout, re.M)[1])
 
     def limited(self, gib, code, **options):
@@ -186,27 +186,24 @@ class Memory(Case):
         return self.call(["sh", "-c", f'ulimit -v {int(gib * 2**20)}; exec "$@"', "sh", *args], code)
 
     def test_nothing_fits(self):
-        done = self.refused(1, "GiB are needed", "GiB are free; no --batch, --recompute or --shard makes it fit: use a smaller",
+        done = self.refused(1, "GiB are needed", "GiB are free; no --ep, --shard, --recompute or --batch fits: use a smaller",
                             dim=16384, dense_ffn=2000000, out="run")
         needed = float(re.search(r"memory: ([\d.]+) GiB", done.stderr)[1])
         self.assertGreater(needed, 1000)
 
     @unittest.skipIf(CUDA or SANITIZED, "no limit for the memory of a process in this build")
     def test_what_fits(self):
-        plans = {change: self.planned(**dict([change])) for change in
-                 [("batch", 32), ("batch", 16), ("recompute", "moe"), ("recompute", "block")]}
-        whole = plans["batch", 32]
+        whole, moe, half = self.planned(), self.planned(recompute="moe"), self.planned(batch=16, tokens_per_step=32 * 32)
         # The program's code and its libraries use a part of the address space.
         free = re.search(r"([\d.]+) GiB are free", self.limited(0.75 * whole, 1).stderr)
         base = 0.75 * whole - float(free[1])
         for room in (0.97 * whole, 0.6 * whole):
             done = self.limited(base + room, 1)
             self.assertIn(f"memory: {whole:.2f} GiB are needed (0.00 of them estimated", done.stderr)
-            named = re.findall(r"--(\w+) (\w+) \(([\d.]+) GiB\)", done.stderr.split("these fit:")[1])
-            best = int(dict((name, value) for name, value, _ in named)["batch"])
-            for (name, value), plan in plans.items():
-                fits = plan < room and (name != "batch" or value == best)
-                self.assertEqual((name, str(value), f"{plan:.2f}") in named, fits, done.stderr)
+            proposal = re.search(r"it fits with (.*)", done.stderr)[1].split()
+            named = {name[2:].replace("-", "_"): value for name, value in zip(proposal[::2], proposal[1::2])}
+            self.assertLess(self.planned(**named), room + 0.01)
+            self.assertEqual(len(named) == 1 or set(named) == {"batch", "tokens_per_step"}, min(moe, half) < room, named)
         # With space for the threads' stacks, the options that the message names do run.
         self.limited(base + 0.97 * whole, 0, recompute="block")
 

@@ -494,7 +494,7 @@ class Usage(Case):
     def test_dry_run_for_other_ranks(self):
         """Without mpirun, --ranks is the number of ranks of the plan."""
         def mib(*words, **options):
-            done = self.call(self.command(dry_run=True, out=None, save_every=None, **options))
+            done = self.call(self.command(dry_run="all", out=None, save_every=None, **options))
             for word in words:
                 self.assertIn(word, done.stdout)
             return [float(n) for n in re.findall(r"^  total +([\d.]+) MiB", done.stdout, re.M)]

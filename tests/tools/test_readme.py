@@ -50,7 +50,7 @@ class Readme(unittest.TestCase):
         self.assertGreater(len(head), 1)
         for i, column in enumerate(head[1:], 1):
             model, ranks, options = re.fullmatch(r"(\w+), (\d+) GPUs, `(.*)`", column).groups()
-            printed = output("--dry-run", "--gpu-memory", "1e6", "--model", model, "--ranks", ranks, "--seq-len", "4096", "--shard", "weights",
+            printed = output("--dry-run", "all", "--gpu-memory", "1e6", "--model", model, "--ranks", ranks, "--seq-len", "4096", "--shard", "weights",
                              *options.split()).rpartition("CUDA build")[2]
             said = {row[0]: float(row[i]) for row in rows}
             for name, delta in (("parameters and optimizer", 0.006), ("activations kept", 0.006),

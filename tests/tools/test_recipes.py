@@ -40,14 +40,14 @@ class Recipes(Case):
         for name in names:
             for text in ("--train", "my text/*.bin"), ("--train=my text/*.bin",), ():
                 with self.subTest(name, text=text):
-                    done = self.start(name, *text, "--dry-run", "--gpu-memory", 1e6, *(("--ranks", 4) if name == "16b" else ()))
+                    done = self.start(name, *text, "--dry-run", "all", "--gpu-memory", 1e6, *(("--ranks", 4) if name == "16b" else ()))
                     self.assertEqual(done.returncode, 0, done.stderr)
                     self.assertEqual(done.stderr, "")
                     self.assertRegex(done.stdout, rf"(?m)^model  +model {name} ")
                     self.assertRegex(done.stdout, r"\btrain my text/\*\.bin\b" if text else r"\bvocab 50257\b")
                     self.assertFalse((self.dir / "data").exists())
         self.assertRegex(self.start("tiny", "--help").stdout, "^usage")
-        self.assertRegex(self.start("16b", "--dry-run", gpus=0).stdout, r"\bep 4\b")
+        self.assertRegex(self.start("16b", "--dry-run", "all", gpus=0).stdout, r"\bep 4\b")
 
     def test_what_lacks_is_said_before_anything_is_fetched(self):
         for name in ("16b", "small", "tiny"):
