@@ -60,6 +60,13 @@ class Readme(unittest.TestCase):
             # Rows are rounded, and the two builds' workspaces differ by some 0.04.
             self.assertAlmostEqual(sum(said.values()) - said["total"], said["total"], delta=0.07, msg=column)
 
+    @unittest.skipUnless("cpu" in str(PROGRAM), "the CUDA build has another estimate of its workspace")
+    def test_plan(self):
+        """The plan that a page shows is what the command prints."""
+        options, shown = re.search(r"(?s)\n\$ build/cpu/train_moe (--dry-run [^\n]*)\n(.*?)```", page("docs/running.md")).groups()
+        done = subprocess.run([PROGRAM, *options.split()], capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stdout), (1, shown))
+
     def test_paths_exist(self):
         """Files and folders of the tree that a page names exist."""
         tops = "|".join(p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in (".git", "build", "runs"))
