@@ -1,7 +1,7 @@
 #!/bin/sh
-# A row for bench/RESULTS.md from this machine: `sh bench/report.sh` builds, tests, measures, and prints a report for an
+# Speeds of this machine, for bench/results.jsonl: `sh bench/report.sh` builds, tests, measures, and prints a report for an
 # issue on GitHub. It takes some minutes, most of them for `make test`; TESTS=0 leaves that out. Models: the commands of
-# bench/RESULTS.md, on one GPU. Without a GPU: `tiny` on the CPU. A speed is the median of the steps that are printed.
+# bench/h200.md, on one GPU. Without a GPU: `tiny` on the CPU. A speed is the median of the steps that are printed.
 cd "$(dirname "$0")/.." || exit 1
 folder=$(mktemp -d) || exit 1
 trap 'rm -rf "$folder"' EXIT

@@ -3,13 +3,12 @@
 ...].
 
 Figures of structure are drawn here. Figures of data come from runs of `tiny` made for them (three minutes on two
-cores), and from the tables of bench/RESULTS.md. All are SVG, 480 wide, with letters of at least 13, so that they can
+cores), and from bench/results.jsonl. All are SVG, 480 wide, with letters of at least 13, so that they can
 be read on a phone. Standard library only.
 """
 import argparse
 import json
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -162,13 +161,11 @@ def axes(f, x0, y0, x1, y1, xs, ys, label):
     return place
 
 
-def result(pattern, heading, what):
-    """A figure of bench/RESULTS.md, under a heading."""
-    text = (ROOT / "bench/RESULTS.md").read_text()
-    found = re.search(pattern, text[text.index(heading):])
-    if not found:
-        fail(f'bench/RESULTS.md has no {what} under "{heading}"')
-    return found[1]
+def results(key, value):
+    """The lines of bench/results.jsonl in which a field has this value."""
+    lines = [json.loads(line) for line in (ROOT / "bench/results.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line[key] == value]
+    return found or fail(f"bench/results.jsonl has no {key} {value}")
 
 
 def loss(log_of):
@@ -176,7 +173,7 @@ def loss(log_of):
     f = Figure("Loss of the run that make train makes")
     f.text(10, 20, "make train: loss in nats a byte over the steps", weight="bold")
     place = axes(f, 30, 40, 455, 300, [0, 250, 500, 750], [0, 1, 2, 3, 4, 5, 6], "step")
-    bigram = float(result(r"byte bigram [^|]*\|[^|]*; ([\d.]+)", "## Loss: default runs", "loss of a bigram model"))
+    bigram = results("id", "loss/make-train-tiny-with-muon-bytes-seeds-1-2-3/validation-loss")[0]["yardstick"]["value"]
     f.line([place(0, bigram), place(750, bigram)], GREEN)
     f.text(450, place(0, bigram)[1] - 8, f"byte bigram {bigram:.2f}", "end", GREEN)
 
@@ -225,12 +222,13 @@ def bars(f, rows, top, kinds):
 
 
 def step_time():
-    """The first two rows of the table in bench/RESULTS.md."""
-    table = result(r"((?:\|.*\n)+)", "## One GPU: where the time of a step goes", "table of a step's classes")
+    """The classes of a step of 16b, which bench/h200.md has in two rows."""
     f = Figure("Where a step's time goes")
     f.text(10, 20, "16b with 4 layers, one H200: ms of a step", weight="bold")
-    names, _, *rows = [[re.sub(r" \(.*", "", cell.strip()) for cell in line.strip("|").split("|")][3:] for line in table.splitlines()]
-    bars(f, [(name, [float(ms or 0) for ms in both]) for name, *both in zip(names, *rows[:2])], 30, ["bf16", "MXFP8"])
+    classes = [line for line in results("section", "Where the time of a step goes") if line["metric"] != "step, ms"]
+    bf16, mxfp8 = ({line["metric"].removesuffix(", ms"): line["value"] for line in classes if line["label"] == f"16b with 4 layers, {name}"}
+                   for name in ("bf16", "all MXFP8"))
+    bars(f, [(name, [bf16.get(name, 0), ms]) for name, ms in mxfp8.items()], 30, ["bf16", "MXFP8"])
     return f
 
 

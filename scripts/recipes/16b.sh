@@ -1,7 +1,7 @@
 #!/bin/sh
 # `16b` on all GPUs of a machine: 4 or 8 H200, or 8 H100 with --batch 2 (66 of 78 GiB as --dry-run plans it; not run). Started again it resumes.
 # usage: scripts/recipes/16b.sh [train_moe options]     --train, --val and --tokenizer replace FineWeb-Edu
-# Learning rate and batch are not yet chosen by a sweep; speed and memory: bench/RESULTS.md.
+# Learning rate and batch are not yet chosen by a sweep; speed and memory: bench/h200.md.
 set -eu
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 case "$gpus $* " in

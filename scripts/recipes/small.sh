@@ -1,8 +1,8 @@
 #!/bin/sh
 # `small` on a billion tokens, one H100 or H200. Started again it resumes.
 # usage: scripts/recipes/small.sh [train_moe options]     --train, --val and --tokenizer replace FineWeb-Edu
-# On source code Muon ended at 1.205 nats a token after 18 minutes on an H200, AdamW at 1.298 after 16 (bench/RESULTS.md, "Muon against AdamW").
-# --lr and --batch are from a sweep with AdamW over 30 million tokens, which is flat there (bench/RESULTS.md, "Loss: default runs").
+# On source code Muon ended at 1.205 nats a token after 18 minutes on an H200, AdamW at 1.298 after 16 (bench/h200.md, "Loss: Muon against AdamW").
+# --lr and --batch are from a sweep with AdamW over 30 million tokens, which is flat there (bench/h200.md, "Loss: sweeps of the learning rate").
 # With AdamW, --schedule wsd was better by 0.18 to 0.31 over 30 million tokens, by 0.04 over 100 and by 0.02 over 200 (docs/log.md).
 set -eu
 build=cuda

@@ -1,7 +1,7 @@
 #!/bin/sh
 # `tiny` on a CPU: 0.65 s a step on two cores, ten minutes in all. Started again it resumes.
 # usage: scripts/recipes/tiny.sh [train_moe options]     --train, --val and --tokenizer replace FineWeb-Edu
-# Learning rate, batch and schedule are from a sweep (bench/RESULTS.md, "Loss: default runs").
+# Learning rate, batch and schedule are from a sweep (bench/cpu.md, "Loss").
 set -eu
 build=cpu
 shards=1

@@ -58,7 +58,7 @@ class Docs(unittest.TestCase):
                     self.assertTrue(text in (ROOT / name).read_text(), f"{page.name} quotes of {name} what is not there:\n{text}")
 
     def test_links(self):
-        for page in [*PAGES, ROOT / "bench/RESULTS.md"]:
+        for page in [*PAGES, *(ROOT / "bench").glob("*.md")]:
             for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
                 if target.startswith("https://"):
                     continue

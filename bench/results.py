@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Writes the pages of measured results from bench/results.jsonl: python3 bench/results.py [--check]
+
+A line of results.jsonl is one measurement:
+
+    id         its name: no two lines have the same
+    date       of the run; null for a check that every `make test` repeats
+    commit     of the program, null where it is unknown
+    card       H200, H100, "4x H200", "CPU: ..."; it decides the page
+    command    without the program's path, --train and --val; behind a semicolon are the data and how runs alternate
+    metric     "what, unit"
+    value      the number; of several seeds the first one's
+    spread     null, or the numbers of the other runs; null in runs: the ends of a range
+    runs       how many runs there were, null where that is unknown
+    yardstick  null, or {"what", "value"}: the same metric of something else, by which the value is judged
+    section    the heading under which the pages show it; null: a former version or an older run, in results.jsonl alone
+    label      its row there
+
+A page is its text in bench/parts, where {table} is the table of the section above it. In parts/RESULTS.md the last cell of
+a row is the id of a line. It becomes that line's number, spread, yardstick and page. --check writes nothing and fails where
+a page is not up to date.
+"""
+import argparse
+import decimal
+import json
+import pathlib
+import re
+import sys
+
+BENCH = pathlib.Path(__file__).resolve().parent
+PAGES = ["RESULTS", "h200", "h100", "cpu"]
+
+
+def load():
+    """The lines of results.jsonl. Numbers keep their digits."""
+    return [json.loads(line, parse_float=decimal.Decimal) for line in (BENCH / "results.jsonl").read_text().splitlines()]
+
+
+def page_of(line):
+    return "cpu" if line["card"].startswith("CPU") else line["card"][-4:].lower()
+
+
+def show(number):
+    return f"{decimal.Decimal(number):e}" if 0 < abs(number) < 1e-3 else f"{number:,}"
+
+
+def spread_of(line):
+    return ", ".join(map(show, line["spread"] or []))
+
+
+def yardstick_of(line):
+    return f"{show(line['yardstick']['value'])}: {line['yardstick']['what']}" if line["yardstick"] else ""
+
+
+def anchor(section):
+    return re.sub(r"[^\w\- ]", "", section.lower()).replace(" ", "-")
+
+
+def cells(*values):
+    return "| " + " | ".join(values) + " |"
+
+
+def table(lines):
+    """A row for each label and run, a column for each metric and for its yardstick; below are the runs by number."""
+    def run_of(line):
+        return ", ".join(filter(None, (line["card"], line["date"]))) + f": `{line['command']}`"
+
+    runs = list(dict.fromkeys(map(run_of, lines)))
+    rows = {}
+    for line in lines:
+        rows.setdefault((line["label"], run_of(line)), {})[line["metric"]] = line
+    judged = {line["metric"] for line in lines if line["yardstick"]}
+    metrics = list(dict.fromkeys(line["metric"] for line in lines))
+    head = ["what", *(name for metric in metrics for name in [metric] + ["yardstick"] * (metric in judged)), "run"]
+    out = [cells(*head), "|" + "---|" * len(head)]
+    for (label, run), found in rows.items():
+        row = [label]
+        for metric in metrics:
+            line = found.get(metric)
+            row.append(show(line["value"]) + f" ({spread_of(line)})" * bool(line["spread"]) if line else "")
+            if metric in judged:
+                row.append(yardstick_of(line) if line else "")
+        out.append(cells(*row, str(runs.index(run) + 1)))
+    return "\n".join([*out, "", *(f"{i}. {run}" for i, run in enumerate(runs, 1))])
+
+
+def claim(text, line):
+    unit = line["metric"].rpartition(", ")[2]
+    where = f"[{', '.join(filter(None, (line['card'].partition(':')[0], line['date'])))}]({page_of(line)}.md#{anchor(line['section'])})"
+    return cells(text, f"{show(line['value'])} {unit}", spread_of(line), yardstick_of(line), where)
+
+
+def page(name, lines):
+    """The text of a page. A KeyError names a claim's id or a heading that results.jsonl does not have."""
+    ids = {line["id"]: line for line in lines}
+    sections = {}
+    for line in lines:
+        if line["section"] and page_of(line) == name:
+            sections.setdefault(line["section"], []).append(line)
+    out, heading = [f"<!-- Made by bench/results.py of results.jsonl and parts/{name}.md: edit those. -->"], None
+    for text in (BENCH / f"parts/{name}.md").read_text().splitlines():
+        heading = text[3:] if text.startswith("## ") else heading
+        row = re.match(r"\| (.*) \| (\S+/\S+) \|$", text)
+        if text == "{table}":
+            text = table(sections.pop(heading))
+        elif row:
+            text = claim(row[1], ids[row[2]])
+        out.append(text)
+    if sections:
+        sys.exit(f"bench/parts/{name}.md has no heading and {{table}} for: {', '.join(sections)}")
+    return "\n".join(out) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check, lines = parser.parse_args().check, load()
+    for name in PAGES:
+        path, text = BENCH / f"{name}.md", page(name, lines)
+        if not check:
+            path.write_text(text)
+        elif path.read_text() != text:
+            sys.exit(f"bench/{name}.md is not up to date: run python3 bench/results.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""bench/results.jsonl, the pages made of it, and the pages that quote it: python3 tests/tools/test_results.py"""
+import datetime
+import decimal
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+KEYS = ["id", "date", "commit", "card", "command", "metric", "value", "spread", "runs", "yardstick", "section", "label"]
+LINK = r"\]\((\.\./)?bench/(RESULTS|h200|h100|cpu)\.md(#[\w-]+)?\)"
+NUMBER = r"(?<![\w.^-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?(?![\w^]|\.\d|,\d{3}| steps)"
+
+
+def lines():
+    return [json.loads(line, parse_float=decimal.Decimal, parse_int=decimal.Decimal)
+            for line in (ROOT / "bench/results.jsonl").read_text().splitlines()]
+
+
+def quotes(text):
+    """(sentence or row, number) of a page's sentences with a link to the results, and of the tables next to their paragraphs.
+
+    A row's first cell, code, dates and counts of steps are not measured. Numbers of one digit, and integers in sentences,
+    are left out: they count seeds, tokens and GPUs."""
+    blocks = [block for block in re.split(r"\n\s*\n", text) if not block.startswith("![")]
+    for i, block in enumerate(blocks):
+        if not re.search(LINK, block):
+            continue
+        said = re.split(r"(?<=[.!?:])\s+", " ".join(block.split()))
+        tables = [row for near in blocks[max(0, i - 1):i + 2] if near.startswith("|") for row in near.splitlines()[2:]]
+        for sentence in [s for s in said if re.search(LINK, s)] + tables:
+            plain = re.sub(r"^\|[^|]*\|", "|", sentence)
+            plain = re.sub(r"`[^`]*`|\d{4}-\d\d-\d\d|\]\([^)]*\)", " ", plain)
+            for number in re.findall(NUMBER, plain):
+                if len(number) > 1 and (sentence in tables or "." in number):
+                    yield sentence, number
+
+
+class Lines(unittest.TestCase):
+    def test_fields(self):
+        number = decimal.Decimal
+        seen = set()
+        for line in lines():
+            with self.subTest(line.get("id")):
+                self.assertEqual(list(line), KEYS)
+                self.assertNotIn(line["id"], seen)
+                seen.add(line["id"])
+                for key in "id", "card", "command", "label":
+                    self.assertRegex(line[key], r"\S")
+                self.assertRegex(line["id"], r"^[a-z0-9./-]+/[a-z0-9./-]+$")  # a claim's last cell
+                self.assertRegex(line["card"], r"^(\dx )?H[12]00$|^CPU")
+                self.assertRegex(line["metric"], r"^\S.*, \S")
+                self.assertNotIn("|", "".join(line[key] for key in ("card", "command", "metric", "label")))  # a table's cells
+                if line["date"] is not None:
+                    datetime.date.fromisoformat(line["date"])
+                for key in "commit", "section":
+                    self.assertTrue(line[key] is None or line[key].strip())
+                self.assertIsInstance(line["value"], number)
+                self.assertTrue(line["spread"] is None or line["spread"] and all(isinstance(v, number) for v in line["spread"]))
+                self.assertTrue(line["runs"] is None or line["runs"] >= 1)
+                if line["yardstick"] is not None:
+                    self.assertEqual(list(line["yardstick"]), ["what", "value"])
+                    self.assertRegex(line["yardstick"]["what"], r"\S")
+                    self.assertIsInstance(line["yardstick"]["value"], number)
+        self.assertGreater(len(seen), 500)
+
+    def test_pages(self):
+        """The pages are up to date, and show every line of a section."""
+        done = subprocess.run([sys.executable, ROOT / "bench/results.py", "--check"], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for line in lines():
+            if line["section"]:
+                name = "cpu" if line["card"].startswith("CPU") else line["card"][-4:].lower()
+                rows = [row for row in (ROOT / f"bench/{name}.md").read_text().splitlines() if row.startswith(f"| {line['label']} |")]
+                values = [re.sub(r" \(.*|,", "", cell) for row in rows for cell in row.split(" | ")[1:]]
+                self.assertIn(line["value"], [decimal.Decimal(v) for v in values if re.fullmatch(r"-?[\d.]+(e-\d+)?", v)], line["id"])
+
+
+class Quotes(unittest.TestCase):
+    def test_quoted_numbers_are_measured(self):
+        """A number that a page quotes is one that bench/ shows, so of the present program, or it is such a number rounded."""
+        measured = [abs(n) for line in lines() if line["section"] for n in
+                    [line["value"], *(line["spread"] or []), *([line["yardstick"]["value"]] if line["yardstick"] else [])]]
+        found = {page.name: list(quotes(page.read_text())) for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+        wrong = []
+        for name, quoted in found.items():
+            for where, text in quoted:
+                number = decimal.Decimal(text.replace(",", ""))
+                half = decimal.Decimal(5).scaleb(number.as_tuple().exponent - 1)
+                if not any(abs(number - n) <= half for n in measured):
+                    wrong.append(f"{name}: {text} in {where}")
+        self.assertEqual(wrong, [])
+        for name, least in ("README.md", 40), ("mxfp8.md", 25), ("model.md", 8), ("cuda.md", 4):
+            self.assertGreaterEqual(len(found[name]), least, name)
+
+
+if __name__ == "__main__":
+    unittest.main()
