@@ -41,15 +41,15 @@ def page_of(line):
 
 
 def show(number):
-    return f"{decimal.Decimal(number):e}" if 0 < abs(number) < 1e-3 else f"{number:,}"
+    return f"{number:e}" if 0 < abs(number) < decimal.Decimal("0.001") else f"{number:,}"
 
 
 def spread_of(line):
     return ", ".join(map(show, line["spread"] or []))
 
 
-def yardstick_of(line):
-    return f"{show(line['yardstick']['value'])}: {line['yardstick']['what']}" if line["yardstick"] else ""
+def yardstick_of(line, what=True):
+    return show(line["yardstick"]["value"]) + f": {line['yardstick']['what']}" * what if line["yardstick"] else ""
 
 
 def anchor(section):
@@ -69,17 +69,21 @@ def table(lines):
     rows = {}
     for line in lines:
         rows.setdefault((line["label"], run_of(line)), {})[line["metric"]] = line
-    judged = {line["metric"] for line in lines if line["yardstick"]}
-    metrics = list(dict.fromkeys(line["metric"] for line in lines))
-    head = ["what", *(name for metric in metrics for name in [metric] + ["yardstick"] * (metric in judged)), "run"]
+    columns = {}  # a metric's yardsticks
+    for line in lines:
+        columns.setdefault(line["metric"], {}).update({line["yardstick"]["what"]: None} if line["yardstick"] else {})
+    head = ["what"]
+    for metric, whats in columns.items():
+        head += [metric] + ["yardstick" if len(whats) > 1 else what for what in list(whats)[:1]]
+    head.append("run")
     out = [cells(*head), "|" + "---|" * len(head)]
     for (label, run), found in rows.items():
         row = [label]
-        for metric in metrics:
+        for metric, whats in columns.items():
             line = found.get(metric)
             row.append(show(line["value"]) + f" ({spread_of(line)})" * bool(line["spread"]) if line else "")
-            if metric in judged:
-                row.append(yardstick_of(line) if line else "")
+            if whats:
+                row.append(yardstick_of(line, len(whats) > 1) if line else "")
         out.append(cells(*row, str(runs.index(run) + 1)))
     return "\n".join([*out, "", *(f"{i}. {run}" for i, run in enumerate(runs, 1))])
 
@@ -91,9 +95,7 @@ def claim(text, line):
 
 
 def page(name, lines):
-    """The text of a page. A KeyError names a claim's id or a heading that results.jsonl does not have."""
-    ids = {line["id"]: line for line in lines}
-    sections = {}
+    ids, sections = {line["id"]: line for line in lines if line["section"]}, {}
     for line in lines:
         if line["section"] and page_of(line) == name:
             sections.setdefault(line["section"], []).append(line)
@@ -102,9 +104,9 @@ def page(name, lines):
         heading = text[3:] if text.startswith("## ") else heading
         row = re.match(r"\| (.*) \| (\S+/\S+) \|$", text)
         if text == "{table}":
-            text = table(sections.pop(heading))
+            text = table(sections.pop(heading, None) or sys.exit(f"parts/{name}.md: results.jsonl has no section {heading} for it"))
         elif row:
-            text = claim(row[1], ids[row[2]])
+            text = claim(row[1], ids.get(row[2]) or sys.exit(f"parts/{name}.md: results.jsonl has no {row[2]} with a section"))
         out.append(text)
     if sections:
         sys.exit(f"bench/parts/{name}.md has no heading and {{table}} for: {', '.join(sections)}")
