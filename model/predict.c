@@ -4,15 +4,16 @@
 
 #include "layers/muon.h"
 
-// Rates of one H200, each from a row of bench/RESULTS.md. In FLOP/s, "Where the time of a step goes": the row "bound,
-// bf16" has dense and grouped GEMM; 27.19 ms of "all MXFP8" are 32.0e12 FLOPs of MXFP8 GEMMs.
+// Rates of one H200, from bench/h200.md. In FLOP/s: dense and grouped GEMM of "Bounds of these classes"; 32.0e12 FLOPs
+// of MXFP8 GEMMs take the 27.19 ms of "Where the time of a step goes".
 static const double DENSE = 733e12, GROUPED = 698e12, PACKED = 1177e12;
-// In bytes a second: AdamW, norms and SwiGLU of the row "bound, bf16"; dispatch and combine of 16b and 671b on 4 H200.
+// In bytes a second: AdamW, norms and SwiGLU of "Bounds of these classes"; dispatch and combine of 16b and 671b on 4
+// H200.
 static const double MEMORY = 3.9e12, LINKS = 290e9;
-// Shares that are exposed. "16b, transfers and shares": 0.096 of gathers and reductions. A quarter of the all-to-all is
-// the rest of the 3.2 % of all transfers.
+// Shares that are exposed. "Transfers and shares of 16b": 0.096 of gathers and reductions. A quarter of the all-to-all
+// is the rest of the 3.2 % of all transfers.
 static const double GATHERS_EXPOSED = 0.096, DISPATCH_EXPOSED = 0.25;
-// Seconds that a launch costs over its FLOPs and bytes, from the row "small; debug; tiny, bf16": a dense GEMM, a
+// Seconds that a launch costs over its FLOPs and bytes, from the rows of `small`, `debug` and `tiny`: a dense GEMM, a
 // grouped GEMM, attention and the other kernels of a block. With --ep the host waits for counts in each MoE block: the
 // row of `small` on 2 H200, 20.42 against 18.63 ms in 7 blocks.
 static const double DENSE_START = 5e-6, GROUPED_START = 40e-6, ATTENTION_START = 30e-6, BLOCK_START = 100e-6,
