@@ -105,6 +105,7 @@ static const char* const others[][2] = {
     {"experts", "num-experts|n-routed-experts"},
     {"top-k", "moe-router-topk|num-experts-per-tok"},
     {"init", "init-from|pretrained|finetune|load"},
+    {"init-moments", "load-optimizer|load-optim|keep-moments"},
     {"sample", "generate"},
     {"sample-tokens", "max-new-tokens"},
     {"vocab", "vocab-size"},

@@ -18,10 +18,11 @@ typedef enum {
     OPTION_FLAG     // int64_t: 0 or 1, takes no value
 } OptionType;
 
-// The rule for an option when a run is resumed.
+// The rule for an option when a run is resumed, or when a stage begins with its moments (--init-moments).
 typedef enum {
     OPTION_FREE,   // may change; the default is the value of the run
-    OPTION_FIXED,  // defines the run: must have the same value
+    OPTION_FIXED,  // defines the run: must have the same value; a new stage may have another
+    OPTION_KEPT,   // defines weights or moments: must have the same value, also in a new stage
     OPTION_ONCE    // for a single start: the old value is never used
 } OptionScope;
 

@@ -95,7 +95,7 @@ void model_save(Model* m, Saver* saver, int64_t step, uint32_t data_hash, const 
 
 // Options and data must be the same as in the run that saved.
 static void check_record(const Model* m, const Json* manifest, const CheckpointRecord* record, uint32_t data_hash) {
-    record_check(json_get(manifest, "options"), &m->settings);
+    record_check(json_get(manifest, "options"), false, &m->settings);
     if (record->data_hash != (int64_t)data_hash)
         die(EXIT_USAGE, "--train names other shards than the run in %s was made with (names, sizes or headers differ)",
             m->settings.out);
@@ -112,10 +112,38 @@ static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
     return steps;
 }
 
+// Loads a checkpoint, if it is good. 0, or -1 as checkpoint_load does.
+static int load_step(Model* m, Ranks* world, const char* out, int64_t step, const Json* manifest,
+                     const CheckpointRecord* record, char* error, size_t error_size) {
+    int count;
+    const int64_t optimizer = record_optimizer(json_get(manifest, "options"));
+    CheckpointFile* files = model_files(m, optimizer, &count);
+    const int result = checkpoint_load(world, out, step, manifest, files, count, m->ctx, error, error_size);
+    model_files_free(files, count);
+    if (result != 0) return result;
+    StepState state = {.updates = record->updates};
+    device_upload(m->step.state, &state, sizeof(state), m->ctx);
+    weights_changed(m->sharding, m->ctx);
+    if (optimizer != m->settings.optimizer)
+        printf("optimizer  was %s: the %s of the matrices that Muon trains start at zero\n",
+               optimizer == MUON ? "muon" : "adamw", optimizer == MUON ? "AdamW moments" : "momenta");
+    return 0;
+}
+
+void model_stage(Model* m, Ranks* world) {
+    char error[512];
+    CheckpointRecord record;
+    Path run;
+    Json* manifest = checkpoint_manifest_in(m->settings.init, &run, &record, error, sizeof(error));
+    if (load_step(m, world, run.text, record.step, manifest, &record, error, sizeof(error)) != 0)
+        die(EXIT_FAILED, "--init %s: %s", m->settings.init, error);
+    json_free(manifest);
+}
+
 int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
     const char* out = m->settings.out;
     char error[512];
-    int count, file_count;
+    int count;
     int64_t *steps = all_ranks_list(world, out, &count), resumed = 0;
 
     // From the newest on, until one is good.
@@ -133,15 +161,8 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
         }
 
         // Loaded, or refused.
-        const int64_t optimizer = record_optimizer(json_get(manifest, "options"));
-        CheckpointFile* files = model_files(m, optimizer, &file_count);
-        if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
-            StepState state = {.updates = record.updates};
-            device_upload(m->step.state, &state, sizeof(state), m->ctx);
+        if (load_step(m, world, out, steps[i], manifest, &record, error, sizeof(error)) == 0) {
             resumed = record.step;
-            if (optimizer != m->settings.optimizer)
-                printf("optimizer  was %s: the %s of the matrices that Muon trains start at zero\n",
-                       optimizer == MUON ? "muon" : "adamw", optimizer == MUON ? "AdamW moments" : "momenta");
         } else {
             // A link would have to be replaced when the run comes to this step.
             Path path = path_of("%s/step_%08ld", out, steps[i]);
@@ -149,14 +170,11 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
                 die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path.text, error, file_error(ELOOP));
             warn("checkpoint step_%08ld is refused: %s", steps[i], error);
         }
-        model_files_free(files, file_count);
         json_free(manifest);
     }
 
     if (count && !resumed) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
     if (resumed && resumed != steps[0]) warn("resuming from step_%08ld, the newest good checkpoint", resumed);
-
-    if (resumed) weights_changed(m->sharding, m->ctx);
     free(steps);
     return resumed;
 }

@@ -21,3 +21,8 @@ void model_save(Model* model, Saver* saver, int64_t step, uint32_t data_hash, co
 // Returns its step, 0 if there is none. Ends the run if there are checkpoints and none is good, or
 // if an option or the data differ that must not.
 int64_t model_resume(Model* model, Ranks* world, uint32_t data_hash);
+
+// Loads weights, selection biases and moments of the step of --init, for a new stage (--init-moments). The count of
+// updates goes on from there, because AdamW's bias correction depends on it: after n updates a moment is a sum with
+// weights 1 - beta^n in all, whatever the stages. (Hence a stage keeps the betas.) Ends the run if a file is bad.
+void model_stage(Model* model, Ranks* world);

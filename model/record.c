@@ -21,7 +21,9 @@ char* record_json(const Settings* s) {
         free(quoted);
         free(text);
     }
-    host_append(&json, ", \"warmup-steps\": %.17g}", s->warmup_steps);
+    host_append(&json, ", \"warmup-steps\": %.17g", s->warmup_steps);
+    if (s->init_moments) host_append(&json, ", \"updates-before\": %ld", s->updates_before);
+    host_append(&json, "}");
     return json;
 }
 
@@ -79,6 +81,17 @@ Json* record_manifest(Ranks* world, const char* out) {
     return manifest;
 }
 
+Json* record_stage(const Settings* s) {
+    if (!*s->init) die(EXIT_USAGE, "--init-moments needs --init: the step of a run that the new stage begins with");
+    if (!*s->out) die(EXIT_USAGE, "--init-moments needs --out: the folder of the new stage");
+    CheckpointRecord record;
+    char error[512];
+    Path run;
+    Json* manifest = checkpoint_manifest_in(s->init, &run, &record, error, sizeof(error));
+    if (!manifest) die(EXIT_USAGE, "--init-moments: --init %s: %s", s->init, error);
+    return manifest;
+}
+
 // A recorded value as text.
 static char* recorded_text(const Option* o, const Json* value) {
     if (value->type == JSON_STRING) return host_strdup(value->text);
@@ -90,11 +103,11 @@ int64_t record_optimizer(const Json* record) {
     return name && strcmp(name, "muon") == 0 ? MUON : ADAMW;
 }
 
-// The options that the run in `out` was made with.
-static Settings recorded(const Json* record, const char* out) {
+// The options that the run in `folder` was made with.
+static Settings recorded(const Json* record, const char* folder) {
     // Values of the record over the defaults.
     Settings was = settings_parse(0, NULL);
-    char* where = host_format("the checkpoint in %s: ", out);
+    char* where = host_format("the checkpoint in %s: ", folder);
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         const Json* value = json_get(record, o->name);
@@ -109,8 +122,8 @@ static Settings recorded(const Json* record, const char* out) {
     return was;
 }
 
-void record_recall(const Json* record, Settings* s) {
-    Settings was = recorded(record, s->out);
+void record_recall(const Json* record, bool stage, Settings* s) {
+    Settings was = recorded(record, stage ? s->init : s->out);
     bool sets = false;  // --precision is given, and sets the rows of its group without a default after it
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
@@ -125,17 +138,19 @@ void record_recall(const Json* record, Settings* s) {
     const Json* warmup = json_get(record, "warmup-steps");
     s->warmup_steps = warmup ? warmup->number : settings_warmup(&was);
     s->steps_before = was.steps;
+    s->updates_before = json_int(record, "updates-before", 0);
     settings_free(&was);
 }
 
-void record_check(const Json* record, const Settings* s) {
-    Settings was = recorded(record, s->out);
+void record_check(const Json* record, bool stage, const Settings* s) {
+    Settings was = recorded(record, stage ? s->init : s->out);
     if (was.tokens_per_step == 0) was.tokens_per_step = settings_micro_tokens(s);
     char* list = host_strdup("");
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
-        // Options that may change at --resume are skipped, and Muon's if the optimizer has changed.
-        if (o->scope != OPTION_FIXED || option_same(o, s, &was)) continue;
+        // Options that may change are skipped, and Muon's if the optimizer has changed.
+        if ((o->scope != OPTION_FIXED || stage) && o->scope != OPTION_KEPT) continue;
+        if (option_same(o, s, &was)) continue;
         if (s->optimizer != was.optimizer && strncmp(o->name, "muon-", 5) == 0) continue;
         char *now = option_text(o, s), *then = option_text(o, &was);
         const char* lacks = json_get(record, o->name) ? "" : " (its checkpoint does not name this option)";
@@ -144,10 +159,10 @@ void record_check(const Json* record, const Settings* s) {
         free(then);
     }
     if (*list)
-        die(EXIT_USAGE,
-            "the run in %s was made with %s. A resumed run keeps its model, data, optimizer and precision: options "
-            "that are left out are as they were",
-            s->out, list);
+        die(EXIT_USAGE, "the run in %s was made with %s. A %s: options that are left out are as they were",
+            stage ? s->init : s->out, list,
+            stage ? "new stage keeps its model, and what its moments and selection biases depend on"
+                  : "resumed run keeps its model, data, optimizer and precision");
     free(list);
     settings_free(&was);
 }

@@ -4,6 +4,8 @@
 //   command line    --out FOLDER --resume --steps 2000
 //   the run         --steps 2000, the rest as recorded; an OPTION_FIXED that is given must be as recorded
 //
+// A new stage, --out NEW --init FOLDER --init-moments, begins with the record of FOLDER in the same way.
+//
 // The record of an older program lacks newer options: they were at their defaults. One that lacks --balance had a
 // selection bias with --bias-rate as --balance deepseek has, or with rate 0 none.
 #pragma once
@@ -11,7 +13,8 @@
 #include "model/settings.h"
 #include "parallel/ranks.h"
 
-// All options as one JSON object, in fresh memory, and as its last member "warmup-steps", the steps of the warm-up.
+// All options as one JSON object, in fresh memory. Its last members are "warmup-steps", the steps of the warm-up, and
+// with --init-moments "updates-before", the updates of the stages before.
 char* record_json(const Settings* settings);
 // The log's first line: the same, and "build", "host" (this one) and "device". In fresh memory.
 char* record_line(const Settings* settings, const char* build, const char* device);
@@ -20,13 +23,17 @@ char* record_line(const Settings* settings, const char* build, const char* devic
 // run if there are some and all are bad, or if a rank does not see the one that rank 0 sees. Collective.
 Json* record_manifest(Ranks* world, const char* out);
 
+// The manifest of the step that --init-moments begins with. Ends the run if --init names none that is good.
+Json* record_stage(const Settings* settings);
+
 // Options that are not given get their recorded values, except those that a given --precision sets. (--model and the
-// options that it sets are recorded one by one.) The warm-up is the recorded one, whatever --steps.
-void record_recall(const Json* record, Settings* settings);
+// options that it sets are recorded one by one.) The warm-up is the recorded one, whatever --steps. stage: the record
+// is that of --init, and not of the run in --out.
+void record_recall(const Json* record, bool stage, Settings* settings);
 
 // The optimizer of a record: AdamW where it names none.
 int64_t record_optimizer(const Json* record);
 
-// Ends the run if options differ that must not, with a message that lists them all. The data are compared by their
-// hash, not by --train.
-void record_check(const Json* record, const Settings* settings);
+// Ends the run if options differ that must not (with `stage`, only an OPTION_KEPT must not), with a message that lists
+// them all. The data are compared by their hash, not by --train.
+void record_check(const Json* record, bool stage, const Settings* settings);

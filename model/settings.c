@@ -13,9 +13,11 @@
 // choices, scope at --resume, help. Texts and flags are empty and off by default. --help prints the rows with _COMMON.
 #define FREE OPTION_FREE, false
 #define FIXED OPTION_FIXED, false
+#define KEPT OPTION_KEPT, false
 #define ONCE OPTION_ONCE, false
 #define FREE_COMMON OPTION_FREE, true
 #define FIXED_COMMON OPTION_FIXED, true
+#define KEPT_COMMON OPTION_KEPT, true
 #define ONCE_COMMON OPTION_ONCE, true
 #define WHOLE(group, name, field, initial, min, max, scope, help)                                                      \
     { group, name, OPTION_INT, offsetof(Settings, field), initial, min, max, NULL, scope, help }
@@ -34,42 +36,44 @@
 // The options, in the order of --help.
 const Option settings_table[] = {
     // Model: --model sets all of the group.
-    CHOICE("model", "model", preset, "tiny", "tiny|small|debug|16b|236b|671b", FIXED_COMMON,
+    CHOICE("model", "model", preset, "tiny", "tiny|small|debug|16b|236b|671b", KEPT_COMMON,
            "preset for the options of this group"),
-    WHOLE("model", "layers", model.L, NULL, 1, 1024, FIXED, "blocks"),
-    WHOLE("model", "dim", model.C, NULL, 1, 1 << 14, FIXED, "model width"),
-    WHOLE("model", "heads", model.H, NULL, 1, 4096, FIXED, "attention heads"),
-    WHOLE("model", "q-lora", model.q_lora, NULL, 0, 1 << 14, FIXED, "rank of the query latent, 0 for none"),
-    WHOLE("model", "kv-lora", model.kv_lora, NULL, 1, 1 << 14, FIXED, "rank of the key-value latent"),
-    WHOLE("model", "nope-dim", model.nope, NULL, 1, 4096, FIXED, "head size without position"),
-    WHOLE("model", "rope-dim", model.rope, NULL, 2, 4096, FIXED, "head size with rotary position, even"),
-    WHOLE("model", "v-dim", model.v, NULL, 1, 4096, FIXED, "head size of values"),
-    WHOLE("model", "dense-ffn", model.dense_ffn, NULL, 1, 1 << 21, FIXED, "hidden width of the dense MLP"),
-    WHOLE("model", "experts", model.E, NULL, 1, 4096, FIXED, "routed experts"),
-    WHOLE("model", "top-k", model.K, NULL, 1, 64, FIXED, "routed experts a token"),
-    WHOLE("model", "shared-experts", model.shared, NULL, 0, 64, FIXED, "shared experts (one MLP of that many widths)"),
-    WHOLE("model", "expert-ffn", model.F, NULL, 1, 1 << 20, FIXED, "hidden width of an expert"),
-    WHOLE("model", "dense-layers", model.dense_layers, NULL, 0, 1024, FIXED, "first blocks with a dense MLP"),
-    WHOLE("model", "vocab", model.V, NULL, 2, 1 << 24, FIXED, "vocabulary; where there is a tokenizer file, its size"),
-    NUMBER("model", "rms-norm-eps", model.norm_eps, NULL, 1e-12, 1, FIXED,
+    WHOLE("model", "layers", model.L, NULL, 1, 1024, KEPT, "blocks"),
+    WHOLE("model", "dim", model.C, NULL, 1, 1 << 14, KEPT, "model width"),
+    WHOLE("model", "heads", model.H, NULL, 1, 4096, KEPT, "attention heads"),
+    WHOLE("model", "q-lora", model.q_lora, NULL, 0, 1 << 14, KEPT, "rank of the query latent, 0 for none"),
+    WHOLE("model", "kv-lora", model.kv_lora, NULL, 1, 1 << 14, KEPT, "rank of the key-value latent"),
+    WHOLE("model", "nope-dim", model.nope, NULL, 1, 4096, KEPT, "head size without position"),
+    WHOLE("model", "rope-dim", model.rope, NULL, 2, 4096, KEPT, "head size with rotary position, even"),
+    WHOLE("model", "v-dim", model.v, NULL, 1, 4096, KEPT, "head size of values"),
+    WHOLE("model", "dense-ffn", model.dense_ffn, NULL, 1, 1 << 21, KEPT, "hidden width of the dense MLP"),
+    WHOLE("model", "experts", model.E, NULL, 1, 4096, KEPT, "routed experts"),
+    WHOLE("model", "top-k", model.K, NULL, 1, 64, KEPT, "routed experts a token"),
+    WHOLE("model", "shared-experts", model.shared, NULL, 0, 64, KEPT, "shared experts (one MLP of that many widths)"),
+    WHOLE("model", "expert-ffn", model.F, NULL, 1, 1 << 20, KEPT, "hidden width of an expert"),
+    WHOLE("model", "dense-layers", model.dense_layers, NULL, 0, 1024, KEPT, "first blocks with a dense MLP"),
+    WHOLE("model", "vocab", model.V, NULL, 2, 1 << 24, KEPT, "vocabulary; where there is a tokenizer file, its size"),
+    NUMBER("model", "rms-norm-eps", model.norm_eps, NULL, 1e-12, 1, KEPT,
            "RMSNorm's eps; the norms of MLA's latents have 1e-6"),
-    WHOLE("model", "groups", model.groups, NULL, 1, 4096, FIXED, "groups of experts"),
-    WHOLE("model", "top-groups", model.top_groups, NULL, 1, 4096, FIXED, "groups a token may choose from"),
-    CHOICE("model", "score", model.score, NULL, "sigmoid|softmax", FIXED, "router's score"),
-    WHOLE("model", "route-norm", model.route_norm, NULL, 0, 1, FIXED, "1: the gates of a token sum to route-scale"),
-    NUMBER("model", "route-scale", model.route_scale, NULL, 0, 1e6, FIXED, "factor on the gates"),
+    WHOLE("model", "groups", model.groups, NULL, 1, 4096, KEPT, "groups of experts"),
+    WHOLE("model", "top-groups", model.top_groups, NULL, 1, 4096, KEPT, "groups a token may choose from"),
+    CHOICE("model", "score", model.score, NULL, "sigmoid|softmax", KEPT, "router's score"),
+    WHOLE("model", "route-norm", model.route_norm, NULL, 0, 1, KEPT, "1: the gates of a token sum to route-scale"),
+    NUMBER("model", "route-scale", model.route_scale, NULL, 0, 1e6, KEPT, "factor on the gates"),
     NUMBER("model", "rope-theta", model.rope_theta, NULL, 2, 1e12, FIXED, "base of the rotary frequencies"),
     WHOLE("model", "yarn", model.yarn, NULL, 0, 1, FIXED, "1: YaRN frequencies for long context"),
     NUMBER("model", "yarn-factor", model.yarn_factor, NULL, 1, 1e6, FIXED, "YaRN's context extension"),
     NUMBER("model", "yarn-mscale", model.yarn_mscale, NULL, 0, 100, FIXED, "YaRN's softmax temperature"),
     WHOLE("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
           "context length before extension"),
-    WHOLE("model", "mtp", model.mtp, "0", 0, MTP_MAX, FIXED,
+    WHOLE("model", "mtp", model.mtp, "0", 0, MTP_MAX, KEPT,
           "MTP modules (multi-token prediction); those that --init lacks are new"),
 
     // Use of an existing model.
     TEXT("use", "init", init, FREE_COMMON,
          "train on from the weights in this Hugging Face folder or run; give --lr too"),
+    FLAG("use", "init-moments", init_moments, FIXED,
+         "with --init: a new stage, with its moments too, and its options unless given"),
     TEXT("use", "sample", sample, ONCE_COMMON, "no training: print a sample of the model in this folder or run"),
     TEXT("use", "evaluate", evaluate, ONCE_COMMON,
          "no training: loss of the model in this folder or run on --val and --eval"),
@@ -127,13 +131,13 @@ const Option settings_table[] = {
            "after the warm-up"),
     NUMBER("optimizer", "final-lr-frac", final_lr_frac, "0.1", 0, 1, FIXED, "last learning rate as a part of --lr"),
     NUMBER("optimizer", "weight-decay", weight_decay, "0.1", 0, 100, FIXED_COMMON, "on matrices"),
-    NUMBER("optimizer", "beta1", beta1, "0.9", 0, 0.999999, FIXED, "AdamW"),
-    NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
+    NUMBER("optimizer", "beta1", beta1, "0.9", 0, 0.999999, KEPT, "AdamW"),
+    NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, KEPT, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
-    CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", FIXED,
+    CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", KEPT,
            "type of AdamW's moments and Muon's momentum; bf16 with 16b, 236b, 671b"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
-    CHOICE("optimizer", "balance", balance, "quantile", "quantile|deepseek|none", FIXED_COMMON,
+    CHOICE("optimizer", "balance", balance, "quantile", "quantile|deepseek|none", KEPT_COMMON,
            "load balancing: quantile balancing, DeepSeek-V3's bias rule, or none"),
     NUMBER("optimizer", "bias-rate", bias_rate, "1e-3", 0, 100, FIXED,
            "step of the selection biases with --balance deepseek"),

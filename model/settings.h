@@ -44,6 +44,7 @@ typedef struct Settings {
     int64_t preset;
     ModelConfig model;
     char *init, *sample, *evaluate;  // folders of models
+    int64_t init_moments;
     char *train, *val, *eval, *tokenizer;
     int64_t seq_len, batch, tokens_per_step, seed, data_seed;
     int64_t steps, resume, save_every, keep, val_every, val_tokens, eval_every, sample_every, sample_tokens,
@@ -62,6 +63,7 @@ typedef struct Settings {
     int64_t force_balance, overfit;
     double warmup_steps;        // of --warmup when the run began; not an option
     int64_t steps_before;       // --resume: --steps of the checkpoint; not an option
+    int64_t updates_before;     // --init-moments: updates of all stages before; not an option
     char given[SETTINGS_MOST];  // by row of the table: 1 if the command line has the option
 } Settings;
 
@@ -79,9 +81,9 @@ extern const int settings_count;
 Settings settings_parse(int argc, char** argv);
 
 // All options, each from the first source that has it: the command line, which settings_parse read; the record of the
-// checkpoint to resume from (NULL: none); --model, --precision and the tokenizer; the default. Then the checks for a
-// run of `ranks` ranks (--dry-run: --ranks). Ends the run with EXIT_USAGE and a message that names the option that does
-// not fit. --help prints the table; --help and --version skip the checks.
+// checkpoint to resume from (NULL: none), or of that to begin with (--init-moments); --model, --precision and the
+// tokenizer; the default. Then the checks for a run of `ranks` ranks (--dry-run: --ranks). Ends the run with EXIT_USAGE
+// and a message that names the option that does not fit. --help prints the table; --help and --version skip the checks.
 Settings settings_read(Settings parsed, int ranks, const Json* record);
 
 // Sets options without a default of their own, unless given: from --model and `precision`.

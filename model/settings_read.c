@@ -77,14 +77,18 @@ static void set_for_model(Settings* s) {
     const int unbiased = *s->init && !s->model.selection_bias;
     if (unbiased && !GIVEN(s, balance)) s->balance = BALANCE_NONE;
     if (!GIVEN(s, aux_loss)) s->aux_loss = aux_loss[s->balance][s->model.score];
+    // Weights of the model must not be lost.
+    if (*s->init && !unbiased && s->model.score == SCORE_SOFTMAX && s->balance == BALANCE_NONE)
+        die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
+}
+
+// Options that would have no effect end the run.
+static void check_effect(Settings* s) {
     if (s->balance != BALANCE_DEEPSEEK && GIVEN(s, bias_rate))
         die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
             s->balance == BALANCE_NONE ? "none" : "quantile");
-    // Options that would have no effect, or lose weights of the model, end the run.
     if (s->optimizer != MUON && (GIVEN(s, muon_lr) || GIVEN(s, muon_momentum)))
         die(EXIT_USAGE, "--muon-%s goes with --optimizer muon", GIVEN(s, muon_lr) ? "lr" : "momentum");
-    if (*s->init && !unbiased && s->model.score == SCORE_SOFTMAX && s->balance == BALANCE_NONE)
-        die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
 }
 
 // Finds the tokenizer of the shards, and the size of the vocabulary, unless given or recorded. Shards in a new place
@@ -128,13 +132,19 @@ Settings settings_read(Settings s, int ranks, const Json* record) {
     take_newest(&s.init);
     take_newest(&s.sample);
     take_newest(&s.evaluate);
-    // A record of a run to resume, or the folder of a model to begin with.
-    if (record) record_recall(record, &s);
+    // A run that goes on began where its record says, whatever --init.
+    if (record) GIVEN(&s, init) = 0;
+    // A record, of a run to resume or of the step that a new stage begins with, or the folder of a model.
     const char *option, *folder = record ? NULL : settings_folder(&s, &option);
-    if (folder) take_folder(&s, option, folder);
+    Json* stage = !record && s.init_moments ? record_stage(&s) : NULL;
+    if (stage) record = json_get(stage, "options");
+    if (record) record_recall(record, stage, &s);
+    if (folder && !stage) take_folder(&s, option, folder);
     if (folder && folder != s.init) set_for_use(&s, folder);
     if (!record) set_for_model(&s);
-    if (!record) s.warmup_steps = settings_warmup(&s);
+    if (!record || stage) check_effect(&s);
+    if (!record || stage) s.warmup_steps = settings_warmup(&s);
+    if (stage) s.updates_before = json_int(stage, "updates", 0);
     find_tokenizer(&s, record != NULL, record || folder);
 
     // Checks.
@@ -144,7 +154,8 @@ Settings settings_read(Settings s, int ranks, const Json* record) {
         die(EXIT_USAGE, "--gpu-memory is for --dry-run; a run looks at what is free on the GPU itself");
     if (!s.ranks) s.ranks = ranks;
     if (s.tokens_per_step == 0) s.tokens_per_step = settings_micro_tokens(&s);
-    if (record) record_check(record, &s);
+    if (record) record_check(record, stage, &s);
     settings_check(&s);
+    json_free(stage);
     return s;
 }

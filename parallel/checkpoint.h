@@ -50,7 +50,7 @@ typedef struct CheckpointFile {
 typedef struct CheckpointRecord {
     int64_t step;       // updates done
     int64_t window;     // next window of the run (data/shards.h)
-    int64_t updates;    // StepState.updates
+    int64_t updates;    // StepState.updates: those of all stages (--init-moments)
     int64_t data_hash;  // shards_hash of the training shards
 } CheckpointRecord;
 
@@ -83,6 +83,8 @@ int64_t* checkpoint_try_list(const char* out, int* count);
 
 // Reads the manifest of a checkpoint, checks it, and fills in the record. NULL on errors, with the reason in `error`.
 Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* record, char* error, size_t error_size);
+// The same of a checkpoint's own folder; *out gets the folder that it is in.
+Json* checkpoint_manifest_in(const char* folder, Path* out, CheckpointRecord* record, char* error, size_t error_size);
 
 // Checks every file against the manifest (the ranks share the files), and loads every slice. Returns
 // 0 on all ranks, or -1 on all with the same reason in `error`; then some tensors may have been overwritten. A NULL

@@ -70,8 +70,10 @@ static char* read_record(const Json* json, int64_t step, CheckpointRecord* r) {
                            "': another version made it; --init can read its weights",
                            format ? format : "");
     if (!options || options->type != JSON_OBJECT || !options->child) return host_strdup("it has no options");
-    // At least one of three consecutive steps is an update.
-    if (r->updates < r->step / 3 || r->updates > r->step) return host_strdup("its number of updates is out of range");
+    // At least one of three consecutive steps is an update. A stage counts on from those before it.
+    const int64_t before = json_int(options, "updates-before", 0);
+    if (before < 0 || r->updates < before || r->updates - before < r->step / 3 || r->updates - before > r->step)
+        return host_strdup("its number of updates is out of range");
     if (r->step != step) return host_format("it is of step %ld; the folder was renamed", r->step);
     return NULL;
 }
@@ -103,6 +105,19 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
     free(why);
     json_free(json);
     return NULL;
+}
+
+Json* checkpoint_manifest_in(const char* folder, Path* out, CheckpointRecord* r, char* error, size_t error_size) {
+    *out = path_of("%s", folder);
+    for (char* end = strchr(out->text, 0); end > out->text && end[-1] == '/';) *--end = 0;
+    char* slash = strrchr(out->text, '/');
+    const int64_t step = step_number(slash ? slash + 1 : out->text, "");
+    if (step < 0) {
+        snprintf(error, error_size, "its name is not step_ and 8 digits, that of a step of a run, which has moments");
+        return NULL;
+    }
+    *out = slash ? path_of("%.*s", (int)(slash - out->text), out->text) : path_of(".");
+    return checkpoint_manifest(out->text, step, r, error, error_size);
 }
 
 // The manifest's entry of a file; NULL: it is not listed.

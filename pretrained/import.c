@@ -13,6 +13,7 @@
 #include "device/check.h"
 #include "device/files.h"
 #include "device/values.h"
+#include "model/persist.h"
 #include "parallel/checkpoint.h"
 
 enum { FP8_BLOCK = 128 };
@@ -280,8 +281,12 @@ void model_begin(Model* m, Ranks* world) {
     }
     // Weights of a folder. The time is that of this rank.
     const double began = host_seconds();
-    import_weights(m, world, option, folder);
+    const int64_t moments = m->settings.init_moments;
+    if (moments)
+        model_stage(m, world);
+    else
+        import_weights(m, world, option, folder);
     char* shown = host_printable(folder, strlen(folder), "");
-    printf("weights    from %s, in %.1f s\n", shown, host_seconds() - began);
+    printf("weights    %sfrom %s, in %.1f s\n", moments ? "and moments " : "", shown, host_seconds() - began);
     free(shown);
 }
