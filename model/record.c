@@ -21,9 +21,7 @@ char* record_json(const Settings* s) {
         free(quoted);
         free(text);
     }
-    host_append(&json, ", \"warmup-steps\": %.17g", s->warmup_steps);
-    if (s->init_moments) host_append(&json, ", \"updates-before\": %ld", s->updates_before);
-    host_append(&json, "}");
+    host_append(&json, ", \"warmup-steps\": %.17g, \"updates-before\": %ld}", s->warmup_steps, s->updates_before);
     return json;
 }
 
@@ -149,8 +147,7 @@ void record_check(const Json* record, bool stage, const Settings* s) {
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         // Options that may change are skipped, and Muon's if the optimizer has changed.
-        if ((o->scope != OPTION_FIXED || stage) && o->scope != OPTION_KEPT) continue;
-        if (option_same(o, s, &was)) continue;
+        if (option_same(o, s, &was) || (o->scope != OPTION_KEPT && (stage || o->scope != OPTION_FIXED))) continue;
         if (s->optimizer != was.optimizer && strncmp(o->name, "muon-", 5) == 0) continue;
         char *now = option_text(o, s), *then = option_text(o, &was);
         const char* lacks = json_get(record, o->name) ? "" : " (its checkpoint does not name this option)";

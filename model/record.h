@@ -14,7 +14,7 @@
 #include "parallel/ranks.h"
 
 // All options as one JSON object, in fresh memory. Its last members are "warmup-steps", the steps of the warm-up, and
-// with --init-moments "updates-before", the updates of the stages before.
+// "updates-before", the updates of the stages before (--init-moments).
 char* record_json(const Settings* settings);
 // The log's first line: the same, and "build", "host" (this one) and "device". In fresh memory.
 char* record_line(const Settings* settings, const char* build, const char* device);

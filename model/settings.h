@@ -44,11 +44,10 @@ typedef struct Settings {
     int64_t preset;
     ModelConfig model;
     char *init, *sample, *evaluate;  // folders of models
-    int64_t init_moments;
     char *train, *val, *eval, *tokenizer;
     int64_t seq_len, batch, tokens_per_step, seed, data_seed;
-    int64_t steps, resume, save_every, keep, val_every, val_tokens, eval_every, sample_every, sample_tokens,
-        sample_top_k, graph, dry_run, ranks, version, help;
+    int64_t init_moments, steps, resume, save_every, keep, val_every, val_tokens, eval_every, sample_every,
+        sample_tokens, sample_top_k, graph, dry_run, ranks, version, help;
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;

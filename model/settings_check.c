@@ -100,8 +100,7 @@ static void check_sizes(const Settings* s) {
 static void check_layout(const Settings* s) {
     if (s->ranks % s->ep)
         die(EXIT_USAGE, "--ep %ld does not divide the %ld rank%s of the run%s", s->ep, s->ranks,
-            s->ranks == 1 ? "" : "s",
-            s->resume || s->init_moments ? " (unless given, it is as the checkpoint has it; --ep 1 fits)" : "");
+            s->ranks == 1 ? "" : "s", s->resume ? " (unless given, it is as the checkpoint has it; --ep 1 fits)" : "");
     if (s->model.E % s->ep) die(EXIT_USAGE, "--ep %ld does not divide --experts %ld", s->ep, s->model.E);
 }
 

@@ -6,6 +6,7 @@
 //   load_files            every tensor's name, type and shape; all numbers of this rank's slices are finite
 #include <dirent.h>
 #include <errno.h>
+#include <libgen.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -108,16 +109,12 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
 }
 
 Json* checkpoint_manifest_in(const char* folder, Path* out, CheckpointRecord* r, char* error, size_t error_size) {
-    *out = path_of("%s", folder);
-    for (char* end = strchr(out->text, 0); end > out->text && end[-1] == '/';) *--end = 0;
-    char* slash = strrchr(out->text, '/');
-    const int64_t step = step_number(slash ? slash + 1 : out->text, "");
-    if (step < 0) {
-        snprintf(error, error_size, "its name is not step_ and 8 digits, that of a step of a run, which has moments");
-        return NULL;
-    }
-    *out = slash ? path_of("%.*s", (int)(slash - out->text), out->text) : path_of(".");
-    return checkpoint_manifest(out->text, step, r, error, error_size);
+    Path parent = path_of("%s", folder), name = parent;  // dirname and basename change them
+    *out = path_of("%s", dirname(parent.text));
+    const int64_t step = step_number(basename(name.text), "");
+    if (step >= 0) return checkpoint_manifest(out->text, step, r, error, error_size);
+    snprintf(error, error_size, "its name is not step_ and 8 digits, that of a step of a run, which has moments");
+    return NULL;
 }
 
 // The manifest's entry of a file; NULL: it is not listed.

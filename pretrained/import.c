@@ -14,7 +14,6 @@
 #include "device/files.h"
 #include "device/values.h"
 #include "model/persist.h"
-#include "parallel/checkpoint.h"
 
 enum { FP8_BLOCK = 128 };
 static const int64_t READ_ELEMENTS = (int64_t)1 << 20;  // elements read at a time
@@ -281,12 +280,12 @@ void model_begin(Model* m, Ranks* world) {
     }
     // Weights of a folder. The time is that of this rank.
     const double began = host_seconds();
-    const int64_t moments = m->settings.init_moments;
-    if (moments)
+    if (m->settings.init_moments)
         model_stage(m, world);
     else
         import_weights(m, world, option, folder);
     char* shown = host_printable(folder, strlen(folder), "");
-    printf("weights    %sfrom %s, in %.1f s\n", moments ? "and moments " : "", shown, host_seconds() - began);
+    printf("weights    %sfrom %s, in %.1f s\n", m->settings.init_moments ? "and moments " : "", shown,
+           host_seconds() - began);
     free(shown);
 }
