@@ -28,7 +28,7 @@ typedef struct Shard {
     int64_t first_window;  // windows of the shards before this one
 } Shard;
 
-// The shards of one pattern. Nothing changes after shards_open, so several threads may read windows.
+// The shards of one text. Nothing changes after shards_open, so several threads may read windows.
 struct Shards {
     const char* option;  // the command-line option, for messages
     int64_t T;
@@ -36,6 +36,7 @@ struct Shards {
     Shard* files;
     int64_t windows, tokens;  // of all shards
     uint32_t hash;
+    Mixture mixture;
 };
 
 // Opens a shard, checks its header against its size, and adds it to the set's windows, tokens and hash.
@@ -93,32 +94,44 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     s->tokens += shard->tokens;
 }
 
-Shards* shards_open(const char* option, const char* pattern, int64_t T) {
+// Opens the shards of a set, behind those of the sets before it.
+static void open_set(Shards* s, MixtureSet* set) {
+    // All files that match, in the order of their names.
+    const int before = s->count;
+    glob_t found;
+    int rc = glob(set->pattern, GLOB_ERR, NULL, &found);
+    if (rc == GLOB_NOMATCH)
+        die(EXIT_FAILED, "%s: no file matches '%s'; scripts/prepare_text.py makes shards from text", s->option,
+            set->pattern);
+    if (rc != 0) die(EXIT_FAILED, "%s: cannot list '%s': %s", s->option, set->pattern, strerror(errno));
+    s->count += (int)found.gl_pathc;
+    s->files = (Shard*)realloc(s->files, (size_t)s->count * sizeof(Shard));
+    if (!s->files) die(EXIT_FAILED, "out of host memory for the list of shards");
+    set->first = s->windows;
+    for (int i = before; i < s->count; i++) open_shard(s, &s->files[i], found.gl_pathv[i - before]);
+    globfree(&found);
+    set->windows = s->windows - set->first;
+    // Shares are part of what a run must not change.
+    if (s->mixture.count > 1) s->hash = (uint32_t)crc32(s->hash, (const Bytef*)&set->part, (uInt)sizeof(set->part));
+
+    // At least one shard must contain a whole window.
+    if (set->windows == 0) {
+        int64_t longest = 0;
+        for (int i = before; i < s->count; i++) longest = max_i64(longest, s->files[i].tokens);
+        die(EXIT_FAILED,
+            "%s: no shard of '%s' holds a window of %ld tokens (--seq-len %ld and one more): the longest of %d has "
+            "%ld; lower --seq-len or prepare more text",
+            s->option, set->pattern, s->T + 1, s->T, s->count - before, longest);
+    }
+}
+
+Shards* shards_open(const char* option, const char* text, int64_t T) {
     ASSERT(T > 0);
     Shards* s = (Shards*)host_alloc(sizeof(Shards));
     s->option = option;
     s->T = T;
-
-    // All files that match, in the order of their names.
-    glob_t found;
-    int rc = glob(pattern, GLOB_ERR, NULL, &found);
-    if (rc == GLOB_NOMATCH)
-        die(EXIT_FAILED, "%s: no file matches '%s'; scripts/prepare_text.py makes shards from text", option, pattern);
-    if (rc != 0) die(EXIT_FAILED, "%s: cannot list '%s': %s", option, pattern, strerror(errno));
-    s->count = (int)found.gl_pathc;
-    s->files = (Shard*)host_alloc(found.gl_pathc * sizeof(Shard));
-    for (int i = 0; i < s->count; i++) open_shard(s, &s->files[i], found.gl_pathv[i]);
-    globfree(&found);
-
-    // At least one shard must contain a whole window.
-    if (s->windows == 0) {
-        int64_t longest = 0;
-        for (int i = 0; i < s->count; i++) longest = max_i64(longest, s->files[i].tokens);
-        die(EXIT_FAILED,
-            "%s: no shard of '%s' holds a window of %ld tokens (--seq-len %ld and one more): the longest of %d has "
-            "%ld; lower --seq-len or prepare more text",
-            option, pattern, T + 1, T, s->count, longest);
-    }
+    s->mixture = mixture_parse(option, text);
+    for (int k = 0; k < s->mixture.count; k++) open_set(s, &s->mixture.sets[k]);
     return s;
 }
 
@@ -128,14 +141,18 @@ void shards_close(Shards* shards) {
         close(shards->files[i].fd);
         free(shards->files[i].path);
     }
+    mixture_free(&shards->mixture);
     free(shards->files);
     free(shards);
 }
 
-char* shards_tokenizer(const char* pattern, const char* mark) {
+char* shards_tokenizer(const char* text, const char* mark) {
     // The name of the first match up to `mark` is the name of the data set.
     glob_t found;
-    if (glob(pattern, 0, NULL, &found) != 0) return NULL;
+    Mixture mixture = mixture_parse("--train", text);
+    const int rc = glob(mixture.sets[0].pattern, 0, NULL, &found);
+    mixture_free(&mixture);
+    if (rc != 0) return NULL;
     const char *path = found.gl_pathv[0], *end = strstr(basename(path), mark);
     char* tokenizer = end ? host_format("%.*s_tokenizer.bin", (int)(end - path), path) : NULL;
     globfree(&found);
@@ -160,6 +177,7 @@ int64_t shards_windows(const Shards* shards) { return shards->windows; }
 int64_t shards_tokens(const Shards* shards) { return shards->tokens; }
 int shards_count(const Shards* shards) { return shards->count; }
 uint32_t shards_hash(const Shards* shards) { return shards->hash; }
+const Mixture* shards_mixture(const Shards* shards) { return &shards->mixture; }
 
 const char* shards_shared(const Shards* shards, const Shards* others) {
     struct stat file, other;
@@ -285,13 +303,12 @@ void loader_stop(Loader* loader) {
     free(loader);
 }
 
-// The window of the set that is row b of micro-batch n, by the permutation of its epoch.
+// The window of the shards that is row b of micro-batch n.
 static int64_t window_of(const Loader* loader, int64_t n, int64_t b) {
     // w counts windows of the run over all epochs. A wrap makes the run repeat its first windows.
-    const int64_t windows = loader->shards->windows;
     int64_t w = loader->order.first + n * loader->order.stride + b;
     if (loader->order.wrap > 0) w %= loader->order.wrap;
-    return shards_permute(loader->order.seed, w / windows, w % windows, windows);
+    return mixture_window(&loader->shards->mixture, loader->order.seed, w);
 }
 
 void loader_read(Loader* loader, int64_t n, const int32_t** input, const int32_t** target) {

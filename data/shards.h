@@ -14,32 +14,36 @@
 //                             t  t  t  t
 //
 // Window w of the run belongs to epoch w / windows. It is window permute(seed, epoch, w % windows) of the set. The
-// order has no state, so a run can resume anywhere, and it does not depend on the ranks.
+// order has no state, so a run can resume anywhere, and it does not depend on the ranks. Several sets with weights:
+// data/mixture.h.
 #pragma once
 
-#include "device/types.h"
+#include "data/mixture.h"
 
 typedef struct Shards Shards;
 
-// Opens every file that matches `pattern` (glob(3), sorted by name), and checks header and size. An error ends the run
-// with a message of `option` (which is not copied), file, offset and reason. Errors: no match; unreadable file; wrong
-// magic or version; a size that differs from the header's count; no window of T + 1 tokens in the set.
-Shards* shards_open(const char* option, const char* pattern, int64_t T);
+// Opens every file that matches `text`, a pattern (glob(3), sorted by name) or several with weights, and checks header
+// and size. An error ends the run with a message of `option` (which is not copied), file, offset and reason. Errors: no
+// match; unreadable file; wrong magic or version; a size that differs from the header's count; no window of T + 1
+// tokens in a set.
+Shards* shards_open(const char* option, const char* text, int64_t T);
 void shards_close(Shards* shards);
 
-// The path of the tokenizer file that belongs to the first shard of `pattern`, in fresh memory. With mark "_train_",
+// The path of the tokenizer file that belongs to the first shard of `text`, in fresh memory. With mark "_train_",
 // text_train_000000.bin has text_tokenizer.bin in the same folder. NULL: no such file, or a shard of another name.
 // Ends the run where other files of that tokenizer show that the set is not whole.
-char* shards_tokenizer(const char* pattern, const char* mark);
+char* shards_tokenizer(const char* text, const char* mark);
 
 int64_t shards_windows(const Shards* shards);
 int64_t shards_tokens(const Shards* shards);
 int shards_count(const Shards* shards);
+const Mixture* shards_mixture(const Shards* shards);
 
 // The path of a file of `shards` that `others` have too, by whatever name or pattern; NULL: none.
 const char* shards_shared(const Shards* shards, const Shards* others);
 
-// CRC-32 (zlib) over names (without folder), sizes and headers: equal for runs on the same data.
+// CRC-32 (zlib) over names (without folder), sizes and headers, and the shares of several sets: equal for runs on the
+// same data.
 uint32_t shards_hash(const Shards* shards);
 
 // The same, and over some windows of the set, evenly spread: ranks compare it, as a copy may lack a part of its

@@ -97,7 +97,7 @@ void model_save(Model* m, Saver* saver, int64_t step, uint32_t data_hash, const 
 static void check_record(const Model* m, const Json* manifest, const CheckpointRecord* record, uint32_t data_hash) {
     record_check(json_get(manifest, "options"), false, &m->settings);
     if (record->data_hash != (int64_t)data_hash)
-        die(EXIT_USAGE, "--train names other shards than the run in %s was made with (names, sizes or headers differ)",
+        die(EXIT_USAGE, "--train names other shards than the run in %s was made with (names, sizes, headers or weights differ)",
             m->settings.out);
 }
 

@@ -87,9 +87,18 @@ double report_load(char** line, const ModelConfig* c, const int64_t* load) {
 
 void report_data(const Settings* s, const Shards* train, const Tokenizer* tokenizer) {
     const int64_t windows = shards_windows(train);
+    const Mixture* mixture = shards_mixture(train);
     const double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
     printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(train),
            shards_tokens(train), windows, s->seq_len, epochs, s->steps);
+    for (int k = 0; k < mixture->count && mixture->count > 1; k++) {
+        const MixtureSet* set = &mixture->sets[k];
+        const double share = (double)set->part / (double)mixture->period;
+        char* shown = host_printable(set->pattern, strlen(set->pattern), "");
+        printf("           %.4g %% from %s: %ld windows (%.3g epochs)\n", 100 * share, shown, set->windows,
+               share * epochs * (double)windows / (double)set->windows);
+        free(shown);
+    }
     char* name = host_printable(s->tokenizer, strlen(s->tokenizer), "");
     if (tokenizer_size(tokenizer))
         printf("tokenizer  %s, %d tokens%s\n", *name ? name : "bytes", tokenizer_size(tokenizer),

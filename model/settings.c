@@ -79,7 +79,7 @@ const Option settings_table[] = {
          "no training: loss of the model in this folder or run on --val and --eval"),
 
     // Data.
-    TEXT("data", "train", train, FREE_COMMON, "training shards (glob)"),
+    TEXT("data", "train", train, FREE_COMMON, "training shards (glob), or several sets: GLOB:WEIGHT,GLOB:WEIGHT"),
     TEXT("data", "val", val, FREE_COMMON, "validation shards (glob)"),
     TEXT("data", "eval", eval, FREE, "multiple-choice questions (glob), from scripts/prepare_eval.py"),
     TEXT("data", "tokenizer", tokenizer, FREE,
@@ -169,8 +169,7 @@ const Option settings_table[] = {
            "wgrad GEMMs of the routed experts, and of --linear-precision"),
     CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8|mxfp8-exact", FIXED,
            "GEMMs of attention without Wkva, and of the dense and shared MLPs"),
-    CHOICE("precision", "mx-scale", scale_rule, "rceil", "rceil|floor", FIXED,
-           "rounding of the scales of MXFP8 blocks"),
+    CHOICE("precision", "mx-scale", scale_rule, "rceil", "rceil|floor", FIXED, "rounding of the scales of MXFP8 blocks"),
     WHOLE("precision", "mx-stats", stats_every, "0", 0, 1e9, FREE,
           "steps between quantization statistics in the log; 0: none"),
 

@@ -16,6 +16,8 @@ int64_t evaluate_windows(const Settings* s, const Shards* shards) {
 
 Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokenizer, const Shards* train) {
     Shards* shards = *s->val ? shards_open("--val", s->val, s->seq_len) : NULL;
+    if (shards && shards_mixture(shards)->count > 1)
+        die(EXIT_USAGE, "--val takes no weights: it is read in the order of its files, without a mixture");
     const char* both = shards && train ? shards_shared(shards, train) : NULL;
     if (both) warn("--train includes %s of --val: the validation loss is that of text that the model learns", both);
     // A hash of 0 is a run without --val: all ranks must agree on that too.
