@@ -36,8 +36,8 @@ typedef struct Mixture {
     MixturePlace* places;  // (period)
 } Mixture;
 
-// The mixture of a text of `option`, which messages name. Ends the run on a set without a pattern or a weight. Also ends
-// it on a weight that rounds to 0, on more sets, or on a longer period.
+// The mixture of a text of `option`, which messages name. Ends the run on a set without a pattern or a weight. Also
+// ends it on a weight that rounds to 0, on more sets, or on a longer period.
 Mixture mixture_parse(const char* option, const char* text);
 void mixture_free(Mixture* mixture);
 
