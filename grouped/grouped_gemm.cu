@@ -27,8 +27,8 @@
 // transposed, and the passes differ in coordinates only. Two blocks form a cluster and share one operand of their
 // tiles: each loads half of it and multicasts it to both.
 //
-// Three GEMMs do more (grouped/grouped_gemm_gather.cuh, grouped/grouped_gemm_swiglu.cuh): helper warps gather an operand
-// by token, and the epilogue is SwiGLU or its backward.
+// Three GEMMs do more (grouped/grouped_gemm_gather.cuh, grouped/grouped_gemm_swiglu.cuh): helper warps gather an
+// operand by token, and the epilogue is SwiGLU or its backward.
 //
 // Bound by the tensor cores under the card's power limit. With few rows per expert wgrad is bound by the traffic of dW.
 #include "grouped/grouped_gemm.h"
@@ -65,42 +65,61 @@ struct Swiglu : TokensA<Forward> {
     static constexpr bool GATE_UP = true;
 };
 
+// The longest contraction for which dgrad of W2 runs in ping-pong.
+enum { PING_PONG_WIDTH = 768 };
+
 // Dgrad of W2, with the backward of SwiGLU in the epilogue.
 struct DgradSwiglu : Dgrad {
     static constexpr int EPILOGUE_STAGES = 4;
 };
 
-// A tile of each shape: its parts of 128 rows, 64 for each of the two warpgroups, and its columns.
-template <int SHAPE>
-constexpr int PARTS = SHAPE == TALL ? 2 : 1;
+// The same with ping-pong.
+struct DgradSwigluPingPong : DgradSwiglu {
+    static constexpr bool PING_PONG = true;
+    static constexpr int STAGES = 6, STAGE_BOXES = 4, EPILOGUE_STAGES = 2;
+};
+
+// A tile of each shape: its columns, and a warpgroup's parts of 64 rows. Two warpgroups share each 128 rows, but with
+// ping-pong.
 template <int SHAPE>
 constexpr int COLUMNS = SHAPE == WIDE ? 256 : 128;
+template <typename P, int SHAPE>
+constexpr int PARTS = P::PING_PONG || SHAPE == TALL ? 2 : 1;
+template <typename P>
+constexpr int PART_BOXES = P::PING_PONG ? 1 : 2;  // from a part to the next
+
+// The first row of a tile for this consumer warpgroup, in boxes.
+template <typename P>
+__device__ __forceinline__ int first_box() {
+    return P::PING_PONG ? 0 : threadIdx.x / 128 - 1;
+}
 
 // --- The consumer warpgroups ---
 
 // Releases a stage: it may be overwritten by this block and its peer. One arrival per warp and block.
-__device__ __forceinline__ void release(Shared& s, int stage, int lane) {
+template <typename P>
+__device__ __forceinline__ void release(Shared<P>& s, int stage, int lane) {
     if (lane < CLUSTER) barrier_arrive_cluster(cluster_address(&s.empty_barriers[stage], lane));
 }
 
 // Mainloop: d = the tile's sums. Each tile shape has its own d, set to zero here. Anything else made the compiler
 // serialize wgmma (C7511, C7512).
 template <typename P, int SHAPE>
-__device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2], int k_blocks,
-                                         int group, int lane, RingSlot<STAGES>& stage) {
-    constexpr int N = COLUMNS<SHAPE>;
+__device__ __forceinline__ void multiply(Shared<P>& s, float (&d)[PARTS<P, SHAPE>][COLUMNS<SHAPE> / 2], int k_blocks,
+                                         int lane, RingSlot<P::STAGES>& stage) {
+    constexpr int N = COLUMNS<SHAPE>, STAGE_BYTES = Shared<P>::STAGE_BYTES;
 
     // Descriptors of the operands in stage 0. They count in units of 16 bytes, and so do the steps. The next k16 is 32
     // bytes along a row, or 16 rows of 128 bytes further if rows are the contraction.
     constexpr int MN_A = P::K_ROWS_A, MN_B = P::K_ROWS_B;
-    constexpr int STEP_A = MN_A ? 128 : 2, STEP_B = MN_B ? 128 : 2, PART = 2 * BOX_BYTES / 16;
+    constexpr int STEP_A = MN_A ? 128 : 2, STEP_B = MN_B ? 128 : 2, PART = PART_BOXES<P> * BOX_BYTES / 16;
     const uint32_t front = shared_address(s.stages), end = front + STAGE_BYTES;
-    const uint64_t a = wgmma_descriptor<64>(front + group * BOX_BYTES, BOX_BYTES);
+    const uint64_t a = wgmma_descriptor<64>(front + first_box<P>() * BOX_BYTES, BOX_BYTES);
     const uint64_t b = wgmma_descriptor<64>(end - N / 64 * BOX_BYTES, BOX_BYTES);
 
     // d = 0
 #pragma unroll
-    for (int part = 0; part < PARTS<SHAPE>; part++)
+    for (int part = 0; part < PARTS<P, SHAPE>; part++)
 #pragma unroll
         for (int i = 0; i < N / 2; i++) d[part][i] = 0;
 
@@ -115,96 +134,111 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
 #pragma unroll
         for (int k = 0; k < P::BLOCK_K / 16; k++)
 #pragma unroll
-            for (int part = 0; part < PARTS<SHAPE>; part++)
+            for (int part = 0; part < PARTS<P, SHAPE>; part++)
                 wgmma_ss<N, MN_A, MN_B>(d[part], a + at + k * STEP_A + part * PART, b + at + k * STEP_B, 1);
         wgmma_commit();
         wgmma_wait<1>();
-        if (k_block) release(s, before, lane);
+        if (k_block) release<P>(s, before, lane);
         before = stage.index;
         stage.advance();
+    }
+
+    // The other warpgroup's turn: it may wait for its stages only when all those of this tile are full. (The parity of
+    // a barrier tells a phase from the next one, not from the one after.)
+    if (P::PING_PONG) {
+        RingSlot<P::STAGES> next = stage;
+        for (int i = 0; i < P::EPILOGUE_STAGES; i++, next.advance())
+            barrier_wait(&s.full_barriers[next.index], next.phase);
+        if (lane == 0) barrier_arrive(&s.turn_barriers[2 - threadIdx.x / 128]);
     }
 
     // The last k block.
     wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < PARTS<SHAPE>; part++) wgmma_pin(d[part]);
-    release(s, before, lane);
+    for (int part = 0; part < PARTS<P, SHAPE>; part++) wgmma_pin(d[part]);
+    release<P>(s, before, lane);
 }
 
-// Epilogue of dgrad W2 with the backward of SwiGLU: a stage has h for 64 columns.
-template <int SHAPE>
-__device__ __forceinline__ void swiglu_backward(Shared& s, const float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2],
-                                                const WorkItem& item, const Epilogue& to, int columns,
-                                                RingSlot<STAGES>& stage, Writer& writer) {
-    const int warp = threadIdx.x / 32 - 4, lane = writer.lane;
-    constexpr int PIECES = COLUMNS<SHAPE> / BOX;
-    float weight[2] = {}, dot[2] = {};
+// Epilogue of dgrad W2 with the backward of SwiGLU: a stage has h for 128 rows and 64 columns.
+template <typename P, int SHAPE>
+__device__ __forceinline__ void swiglu_backward(Shared<P>& s, const float (&d)[PARTS<P, SHAPE>][COLUMNS<SHAPE> / 2],
+                                                const WorkItem& tile, const Epilogue& to, int columns,
+                                                RingSlot<P::STAGES>& stage, Writer& writer) {
+    constexpr int PIECES = COLUMNS<SHAPE> / BOX, LAST = PIECES - 1, AT_ONCE = P::PING_PONG ? 2 : 1;
+    const int lane = writer.lane, row_of_warp = first_box<P>() * BOX + threadIdx.x / 32 % 4 * 16;
+    float weight[AT_ONCE][2] = {}, dot[AT_ONCE][2] = {};
 #pragma unroll
-    for (int i = 0; i < DgradSwiglu::EPILOGUE_STAGES; i++) {
+    for (int i = 0; i < P::EPILOGUE_STAGES; i++) {
         barrier_wait(&s.full_barriers[stage.index], stage.phase);
-        const EpiloguePiece piece = epilogue_piece(item, SHAPE, i, columns);
-        if (i < PARTS<SHAPE> * PIECES && piece.exists) {
+        const EpiloguePiece piece = epilogue_piece(tile, SHAPE, i, columns);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int part = i / PIECES + k;
+            if (part >= PARTS<P, SHAPE> || !piece.exists) continue;
+
             // The gates of this lane's two rows, and the gradients.
-            constexpr int LAST = PIECES - 1;
-            const int part = i / PIECES, row = part * SQUARE_SIDE + warp * 16, first = item.m + row + lane / 4;
+            const int row = part * PART_BOXES<P> * BOX + row_of_warp, first = tile.m + row + lane / 4;
             if (i % PIECES == 0)
                 for (int half = 0; half < 2; half++)
-                    weight[half] = first + 8 * half < to.rows ? to.row_gate[first + 8 * half] : 0;
-            write_swiglu_backward(writer, d[i < PARTS<SHAPE> * PIECES ? part : 0] + i % PIECES * (BOX / 2),
-                                  s.stages[stage.index], to, piece.column, item.m + row, columns, item.valid - row,
-                                  weight, dot);
+                    weight[k][half] = first + 8 * half < to.rows ? to.row_gate[first + 8 * half] : 0;
+            const uint8_t* gate = s.stages[stage.index] + row % SQUARE_SIDE * 128;
+            write_swiglu_backward(writer, d[part] + i % PIECES * (BOX / 2), gate, gate + 2 * BOX_BYTES, to,
+                                  piece.column, tile.m + row, columns, tile.valid - row, weight[k], dot[k]);
 
             // <da', a> of 128 columns, summed in a fixed order.
             if (i % 2 == 1 || i % PIECES == LAST || piece.column + BOX >= columns)
                 for (int half = 0; half < 2; half++) {
-                    float sum = dot[half];
+                    float sum = dot[k][half];
                     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
                     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
                     if (lane % 4 == 0 && first + 8 * half < to.rows)
                         to.drow_gate[(int64_t)(first + 8 * half) * to.parts + piece.column / SQUARE_SIDE] = sum;
-                    dot[half] = 0;
+                    dot[k][half] = 0;
                 }
         }
         __syncwarp();
-        release(s, stage.index, lane);
+        release<P>(s, stage.index, lane);
         stage.advance();
     }
 }
 
-// One tile: mainloop and epilogue.
+// One tile: mainloop and epilogue. It is tile i of a work tile. (That is read from shared memory only where it is
+// needed, to save registers.)
 template <typename P, typename Out, int SHAPE>
-__device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const Epilogue& to, int columns, int add,
-                                        RingSlot<STAGES>& stage, Writer& writer) {
+__device__ __forceinline__ void compute(Shared<P>& s, const WorkItem& item, int i, const Epilogue& to, int columns,
+                                        int add, RingSlot<P::STAGES>& stage, Writer& writer) {
     // Mainloop: the tile's sums.
-    const int warp = threadIdx.x / 32 - 4;
-    float d[PARTS<SHAPE>][COLUMNS<SHAPE> / 2];
-    multiply<P, SHAPE>(s, d, item.k_blocks, warp / 4, writer.lane, stage);
-    if constexpr (P::EPILOGUE_STAGES) return swiglu_backward<SHAPE>(s, d, item, to, columns, stage, writer);
-    if (!item.store) return;
+    float d[PARTS<P, SHAPE>][COLUMNS<SHAPE> / 2];
+    multiply<P, SHAPE>(s, d, item.k_blocks, writer.lane, stage);
+    const WorkItem tile = tile_of<P>(item, i);
+    if constexpr (P::EPILOGUE_STAGES) return swiglu_backward<P, SHAPE>(s, d, tile, to, columns, stage, writer);
+    if (!tile.store) return;
 
 #pragma unroll
-    for (int part = 0; part < PARTS<SHAPE>; part++) {
-        // Epilogue. Wgrad: dW_e = or += the sums. Else y or dx = the sums, zeros in pad rows. (The work tile is read
-        // from shared memory only here, to save registers.)
-        const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
+    for (int part = 0; part < PARTS<P, SHAPE>; part++) {
+        // Epilogue. Wgrad: dW_e = or += the sums. Else y or dx = the sums, zeros in pad rows.
+        const int row = (part * PART_BOXES<P> + first_box<P>()) * BOX + threadIdx.x / 32 % 4 * 16;
+        const int m = tile.m + row, expert = tile.expert;
         if constexpr (P::GATE_UP)
-            write_swiglu<COLUMNS<SHAPE>>(writer, d[part], to, item.n / 2, m, to.columns, item.valid - row);
+            write_swiglu<COLUMNS<SHAPE>>(writer, d[part], to, tile.n / 2, m, to.columns, tile.valid - row);
         else if (P::OVER_ROWS)
-            write<Out, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16,
+            write<Out, COLUMNS<SHAPE>>(writer, d[part], tile.n, columns, 16,
                                        [&](const void* piece, int n) { tma_write(add, &to.out, piece, n, m, expert); });
         else
-            write<Out, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, item.valid - row,
+            write<Out, COLUMNS<SHAPE>>(writer, d[part], tile.n, columns, tile.valid - row,
                                        [&](const void* piece, int n) { tma_store(&to.out, piece, n, m); });
     }
 }
 
-// A consumer warp: tile after tile.
+// A consumer warp: tile after tile. With ping-pong it computes every other one.
 template <typename P, typename Out>
-__device__ __forceinline__ void consume(Shared& s, const Epilogue& to, int columns, int add) {
+__device__ __forceinline__ void consume(Shared<P>& s, const Epilogue& to, int columns, int add) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     Writer writer = {s.stores[warp], 0, lane};
-    RingSlot<STAGES> stage = {0, 0};
+    RingSlot<P::STAGES> stage = {0, 0};
     RingSlot<ITEMS> at = {0, 0};
+    RingSlot<1> turn = {0, warp < 4};  // the first warpgroup's first turn is at once
+    bool mine = warp < 4;
     for (;;) {
         // The work tile, written by the producer.
         barrier_wait(&s.item_full_barriers[at.index], at.phase);
@@ -213,12 +247,23 @@ __device__ __forceinline__ void consume(Shared& s, const Epilogue& to, int colum
         if (item.k_blocks == 0) break;
 
         // Its tile, by shape.
-        if (!P::SIDE_BY_SIDE && shape == WIDE)
-            compute<P, Out, WIDE>(s, item, to, columns, add, stage, writer);
-        else if (shape == TALL)
-            compute<P, Out, TALL>(s, item, to, columns, add, stage, writer);
-        else
-            compute<P, Out, SQUARE>(s, item, to, columns, add, stage, writer);
+        if constexpr (P::PING_PONG) {
+            for (int i = 0; i < tiles_of<P>(item); i++, mine = !mine)
+                if (mine) {
+                    barrier_wait(&s.turn_barriers[warp / 4], turn.phase);
+                    turn.advance();
+                    compute<P, Out, SQUARE>(s, item, i, to, columns, add, stage, writer);
+                } else {
+                    stage.skip(item.k_blocks + P::EPILOGUE_STAGES);
+                }
+        } else {
+            if (!P::SIDE_BY_SIDE && shape == WIDE)
+                compute<P, Out, WIDE>(s, item, 0, to, columns, add, stage, writer);
+            else if (shape == TALL)
+                compute<P, Out, TALL>(s, item, 0, to, columns, add, stage, writer);
+            else
+                compute<P, Out, SQUARE>(s, item, 0, to, columns, add, stage, writer);
+        }
 
         // Release the slot of the work tile.
         __syncwarp();
@@ -236,8 +281,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                         const __grid_constant__ Epilogue to, const Groups g, const Tokens tokens) {
     run_block<P>(
-        &a, &b, &to.out, g, [&](Shared& s) { consume<P, Out>(s, to, g.N, g.add); },
-        [&](Shared& s) {
+        &a, &b, &to.out, g, [&](Shared<P>& s) { consume<P, Out>(s, to, g.N, g.add); },
+        [&](Shared<P>& s) {
             if constexpr (P::HELPERS) gather<P>(s, tokens);
         },
         &to.h);
@@ -266,6 +311,12 @@ static Tokens tokens_of(const floatX* x, const Ragged& r, int64_t columns) {
     return {x, r.row_token, (int)r.capacity, (int)columns};
 }
 
+template <typename P, typename Out = floatX>
+static void run(const CUtensorMap& a, const CUtensorMap& b, const Epilogue& to, const Groups& g, const Tokens& tokens,
+                Ctx* ctx) {
+    launch<P>(grouped_gemm_kernel<P, Out>, ctx, a, b, to, g, tokens);
+}
+
 template <typename T>
 static Epilogue plain(const T* out, int64_t depth, int64_t rows, int64_t columns, Ctx* ctx) {
     Epilogue to = {};
@@ -283,9 +334,8 @@ static CUtensorMap gate_up_map(const floatX* h, const Ragged& r, int64_t F, int 
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
     if (ctx->portable) return grouped_gemm_portable_forward(y, x, w, r, IC, OC, ctx);
-    launch(grouped_gemm_kernel<Forward, floatX>, ctx, matrix_map(x, 0, r.capacity, IC, BOX, ctx),
-           matrix_map(w, r.El, OC, IC, BOX, ctx), plain(y, 0, r.capacity, OC, ctx), groups_of(r, 0, OC, IC, ctx),
-           Tokens{});
+    run<Forward>(matrix_map(x, 0, r.capacity, IC, BOX, ctx), matrix_map(w, r.El, OC, IC, BOX, ctx),
+                 plain(y, 0, r.capacity, OC, ctx), groups_of(r, 0, OC, IC, ctx), {}, ctx);
 }
 
 // W13 is (2 El, F, C). The scheduler's columns are those of gate and up, in whole boxes of both.
@@ -298,16 +348,14 @@ void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w1
     to.out = gate_up_map(h, r, F, 16, ctx);
     to.activation = matrix_map(a, 0, r.capacity, F, 16, ctx);
     to.columns = (int)F;
-    launch(grouped_gemm_kernel<Swiglu, floatX>, ctx, w, w, to, groups_of(r, 0, 2 * round_up(F, BOX), C, ctx),
-           tokens_of(x, r, C));
+    run<Swiglu>(w, w, to, groups_of(r, 0, 2 * round_up(F, BOX), C, ctx), tokens_of(x, r, C), ctx);
 }
 
 void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
     if (ctx->portable) return grouped_gemm_portable_dgrad(dx, dy, w, r, IC, OC, ctx);
-    launch(grouped_gemm_kernel<Dgrad, floatX>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
-           matrix_map(w, r.El, OC, IC, BOX, ctx), plain(dx, 0, r.capacity, IC, ctx), groups_of(r, 0, IC, OC, ctx),
-           Tokens{});
+    run<Dgrad>(matrix_map(dy, 0, r.capacity, OC, BOX, ctx), matrix_map(w, r.El, OC, IC, BOX, ctx),
+               plain(dx, 0, r.capacity, IC, ctx), groups_of(r, 0, IC, OC, ctx), {}, ctx);
 }
 
 void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX* w2, GroupedRows order, Ragged r,
@@ -324,11 +372,15 @@ void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX
                          (int)r.capacity,
                          grouped_gemm_gate_parts(F),
                          (int)F};
-    if (order == DY_BY_TOKEN)
-        launch(grouped_gemm_kernel<TokensA<DgradSwiglu>, floatX>, ctx, w, w, to, g, tokens_of(dy, r, C));
+    const bool by_token = order == DY_BY_TOKEN;
+    const CUtensorMap rows = by_token ? w : matrix_map(dy, 0, r.capacity, C, BOX, ctx);
+    const Tokens tokens = by_token ? tokens_of(dy, r, C) : Tokens{};
+    if (C <= PING_PONG_WIDTH)
+        by_token ? run<TokensA<DgradSwigluPingPong>>(rows, w, to, g, tokens, ctx)
+                 : run<DgradSwigluPingPong>(rows, w, to, g, tokens, ctx);
     else
-        launch(grouped_gemm_kernel<DgradSwiglu, floatX>, ctx, matrix_map(dy, 0, r.capacity, C, BOX, ctx), w, to, g,
-               Tokens{});
+        by_token ? run<TokensA<DgradSwiglu>>(rows, w, to, g, tokens, ctx)
+                 : run<DgradSwiglu>(rows, w, to, g, tokens, ctx);
 }
 
 // The contraction runs over whole k blocks of 64 rows. Pad rows at an expert's end are zeros in dy and x and add
@@ -347,11 +399,11 @@ static void wgrad(Out* dw, const floatX* dy, const floatX* x, GroupedRows order,
                       b = matrix_map(order == X_BY_TOKEN ? dy : x, 0, r.capacity, order == X_BY_TOKEN ? OC : IC, BOX,
                                      ctx);
     if (order == DY_BY_TOKEN)
-        launch(grouped_gemm_kernel<TokensA<Wgrad>, Out>, ctx, a, b, to, g, tokens_of(dy, r, OC));
+        run<TokensA<Wgrad>, Out>(a, b, to, g, tokens_of(dy, r, OC), ctx);
     else if (order == X_BY_TOKEN)
-        launch(grouped_gemm_kernel<WgradTokensB, Out>, ctx, a, b, to, g, tokens_of(x, r, IC));
+        run<WgradTokensB, Out>(a, b, to, g, tokens_of(x, r, IC), ctx);
     else
-        launch(grouped_gemm_kernel<Wgrad, Out>, ctx, a, b, to, g, Tokens{});
+        run<Wgrad, Out>(a, b, to, g, {}, ctx);
 }
 
 void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,

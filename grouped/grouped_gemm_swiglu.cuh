@@ -61,21 +61,20 @@ __device__ __forceinline__ SwigluGradient swiglu_gradient(float x, float g, floa
     return {swiglu_dg(da, g, u, s), swiglu_du(da, g, s), a * weight, x * a};
 }
 
-// Backward, a warp's 16 rows of 64 sums of da'. Its h is in `stage`: rows of gate in the first two boxes, of up in the
-// next two. weight: the gates of rows lane / 4 and lane / 4 + 8, whose <da', a> go on in `dot`.
-__device__ __forceinline__ void write_swiglu_backward(Writer& writer, const float* d, const uint8_t* stage,
-                                                      const Epilogue& to, int n, int m, int columns, int valid,
-                                                      const float (&weight)[2], float (&dot)[2]) {
+// Backward, a warp's 16 rows of 64 sums of da'. `gate` and `up` have their h: 16 rows of 128 bytes, swizzled. weight:
+// the gates of rows lane / 4 and lane / 4 + 8, whose <da', a> go on in `dot`.
+__device__ __forceinline__ void write_swiglu_backward(Writer& writer, const float* d, const uint8_t* gate,
+                                                      const uint8_t* up, const Epilogue& to, int n, int m, int columns,
+                                                      int valid, const float (&weight)[2], float (&dot)[2]) {
     // h in the layout of the sums: a register has two columns of a row.
-    const int lane = writer.lane, warp = threadIdx.x / 32 - 4;
-    const uint8_t* gate = stage + warp / 4 * BOX_BYTES + (warp % 4 * 16 + lane % 16) * 128;
+    const int lane = writer.lane;
     uint32_t dg[16], du[16], a[16];
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
         uint32_t g[4], u[4];
-        const int at = ((j + lane / 16) ^ lane % 8) * 16;
+        const int at = lane % 16 * 128 + ((j + lane / 16) ^ lane % 8) * 16;
         ldmatrix_x4(g, gate + at);
-        ldmatrix_x4(u, gate + 2 * BOX_BYTES + at);
+        ldmatrix_x4(u, up + at);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int i = 2 * j + k, half = k % 2;
