@@ -97,8 +97,8 @@ __device__ __forceinline__ int first_box() {
 // --- The consumer warpgroups ---
 
 // Releases a stage: it may be overwritten by this block and its peer. One arrival per warp and block.
-template <typename P>
-__device__ __forceinline__ void release(Shared<P>& s, int stage, int lane) {
+template <typename Memory>
+__device__ __forceinline__ void release(Memory& s, int stage, int lane) {
     if (lane < CLUSTER) barrier_arrive_cluster(cluster_address(&s.empty_barriers[stage], lane));
 }
 
@@ -138,7 +138,7 @@ __device__ __forceinline__ void multiply(Shared<P>& s, float (&d)[PARTS<P, SHAPE
                 wgmma_ss<N, MN_A, MN_B>(d[part], a + at + k * STEP_A + part * PART, b + at + k * STEP_B, 1);
         wgmma_commit();
         wgmma_wait<1>();
-        if (k_block) release<P>(s, before, lane);
+        if (k_block) release(s, before, lane);
         before = stage.index;
         stage.advance();
     }
@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply(Shared<P>& s, float (&d)[PARTS<P, SHAPE
     wgmma_wait<0>();
 #pragma unroll
     for (int part = 0; part < PARTS<P, SHAPE>; part++) wgmma_pin(d[part]);
-    release<P>(s, before, lane);
+    release(s, before, lane);
 }
 
 // Epilogue of dgrad W2 with the backward of SwiGLU: a stage has h for 128 rows and 64 columns.
@@ -197,7 +197,7 @@ __device__ __forceinline__ void swiglu_backward(Shared<P>& s, const float (&d)[P
                 }
         }
         __syncwarp();
-        release<P>(s, stage.index, lane);
+        release(s, stage.index, lane);
         stage.advance();
     }
 }
