@@ -105,7 +105,7 @@ class Log(Case):
         self.train(out="run", steps=10, val=self.val_glob, val_every=4, val_tokens=256, lr=1e-2, warmup=5)
         first, steps = read_log(self.dir / "run")
         listed = re.findall(r"^  --([a-z0-9-]+) ", self.call([PROGRAM, "--help", "all"]).stdout, re.M)
-        self.assertEqual(list(first), listed + ["warmup-steps", "build", "host", "device"])
+        self.assertEqual(list(first), listed + ["warmup-steps", "updates-before", "build", "host", "device"])
         self.assertRegex(first["build"], "^train_moe .* build in ")
         self.assertEqual(first["host"], socket.gethostname())
         for name, value in {**SMALL, "steps": 10, "lr": 0.01, "warmup": 5, "tokens_per_step": 64, "model": "tiny",
