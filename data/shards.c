@@ -111,7 +111,7 @@ static void open_set(Shards* s, MixtureSet* set) {
     for (int i = before; i < s->count; i++) open_shard(s, &s->files[i], found.gl_pathv[i - before]);
     globfree(&found);
     set->windows = s->windows - set->first;
-    // Shares are part of what a run must not change.
+    // A run keeps its shares, so they count for the hash.
     if (s->mixture.count > 1) s->hash = (uint32_t)crc32(s->hash, (const Bytef*)&set->part, (uInt)sizeof(set->part));
 
     // At least one shard must contain a whole window.

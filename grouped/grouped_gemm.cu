@@ -30,7 +30,8 @@
 // Three GEMMs do more (grouped/grouped_gemm_gather.cuh, grouped/grouped_gemm_swiglu.cuh): helper warps gather an
 // operand by token, and the epilogue is SwiGLU or its backward.
 //
-// Bound by the tensor cores under the card's power limit. With few rows per expert wgrad is bound by the traffic of dW.
+// Bound by the tensor cores under the card's power limit. Narrow layers are bound by L2, and by the memory that
+// they write. With few rows per expert wgrad is bound by the traffic of dW.
 #include "grouped/grouped_gemm.h"
 #include "grouped/grouped_gemm_gather.cuh"
 #include "grouped/grouped_gemm_portable.cuh"

@@ -7,11 +7,11 @@
 //     consumer:   wait for `full`, read, arrive at `empty`
 //
 // A phase of an mbarrier is one turn through the ring; phases have parity 0, 1, 0, .. The producer runs ahead until all
-// slots are full, so loads are in flight while the tensor cores work. There are two rings: of four
-// work tiles (WorkItem), and of four to six stages (a k block of A and B).
+// slots are full, so loads are in flight while the tensor cores work. There are two rings: of four work tiles
+// (WorkItem), and of four stages (a k block of A and B). With ping-pong (below) there are six smaller stages.
 //
-// A stage is six boxes. A box is 64 rows of 128 bytes, swizzled. A tile needs two boxes of A for each 128 rows and two
-// of B for each 128 columns. A's boxes are at the front of a stage, B's at its end.
+// A stage is six boxes, with ping-pong four. A box is 64 rows of 128 bytes, swizzled. A tile needs two boxes of A for
+// each 128 rows and two of B for each 128 columns. A's boxes are at the front of a stage, B's at its end.
 //
 //     128 x 256   | A | A | B | B | B | B |        256 x 128   | A | A | A | A | B | B |
 #pragma once
@@ -36,6 +36,7 @@ struct Queue {
     uint32_t numbers[QUEUE];
 };
 
+// A block's shared memory, with N stages of BOXES boxes.
 template <int N, int BOXES, typename Extra>
 struct Memory {
     enum { STAGES = N, STAGE_BYTES = BOXES * BOX_BYTES };
@@ -64,6 +65,7 @@ struct RingSlot {
             phase ^= 1;
         }
     }
+    // The same as `count` times advance().
     __device__ __forceinline__ void skip(int count) {
         phase ^= (index + count) / N % 2;
         index = (index + count) % N;

@@ -167,6 +167,7 @@ struct TileScheduler {
             n = 2 * min(column, last);
             common_a = 1;
             item.store = column <= last;
+            // With ping-pong a lone narrow tile stays WIDE, so that both blocks go through the same number of stages.
             if (n == 2 * wide && !(P::PING_PONG && wide)) item.shape = SQUARE;
         } else {
             const int per_band = items_of(BAND), band = number / per_band;
