@@ -66,6 +66,8 @@ const char* const classes[][2] = {
     {"tiles_kernel", "quantization"},
     {"round_kernel", "quantization"},
     {"stats_kernel", "quantization"},
+    {"amax_kernel", "quantization"},
+    {"hadamard_kernel", "quantization"},
     {"blackwell_scales_kernel", "quantization"},
     {"memset", "copies and fills"},
     {"memcpy", "copies and fills"},

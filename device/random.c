@@ -2,24 +2,6 @@
 
 #include <math.h>
 #include <omp.h>
-#include <string.h>
-
-// Ten rounds of two multiplications on a counter of four words, with a key that changes in each round.
-void philox(uint32_t out[4], uint64_t seed, uint32_t stream, uint64_t index) {
-    uint32_t c0 = (uint32_t)index, c1 = (uint32_t)(index >> 32), c2 = stream, c3 = 0;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
-        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
-        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c1 = (uint32_t)p1;
-        c3 = (uint32_t)p0;
-        k0 += 0x9E3779B9u;  // Weyl constants: golden ratio, sqrt(3) - 1
-        k1 += 0xBB67AE85u;
-    }
-    const uint32_t words[4] = {c0, c1, c2, c3};
-    memcpy(out, words, sizeof(words));
-}
 
 // The middle of one of 2^32 cells: never 0 and never 1.
 static double cell(uint32_t word) { return ((double)word + 0.5) * 0x1p-32; }

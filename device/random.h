@@ -5,8 +5,22 @@
 
 #include "device/types.h"
 
-// Four 32-bit numbers of (seed, stream, index).
-void philox(uint32_t out[4], uint64_t seed, uint32_t stream, uint64_t index);
+// Four 32-bit numbers of (seed, stream, index): ten rounds of two multiplications on a counter of four words, with a
+// key that changes in each round.
+static inline BOTH_SIDES void philox(uint32_t out[4], uint64_t seed, uint32_t stream, uint64_t index) {
+    uint32_t c0 = (uint32_t)index, c1 = (uint32_t)(index >> 32), c2 = stream, c3 = 0;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c1 = (uint32_t)p1;
+        c3 = (uint32_t)p0;
+        k0 += 0x9E3779B9u;  // Weyl constants: golden ratio, sqrt(3) - 1
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
 
 // Uniform in (0, 1) with 32 bits: word `index % 4` of philox(seed, stream, index / 4).
 double random_uniform(uint64_t seed, uint32_t stream, uint64_t index);

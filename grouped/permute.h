@@ -54,6 +54,12 @@ static inline int64_t ragged_capacity(int64_t N, int32_t K, int32_t El, Backend 
     return ragged_rows(N * (K < El ? K : El), El, backend);
 }
 
+// Groups without starts: `count` matrices of `rows` rows each.
+static inline Ragged ragged_matrices(int64_t count, int64_t rows) {
+    const Ragged groups = {(int32_t)count, rows, NULL, NULL, NULL, NULL, NULL};
+    return groups;
+}
+
 // Computes the permutation: sorts the choices by expert (a stable counting sort) and fills all of `ragged`. expert (N,
 // K): local experts are 0..El-1, others are negative. gate (N, K); NULL: row_gate is left as it is.
 void permute_plan(Ragged ragged, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx);

@@ -31,21 +31,36 @@ typedef struct QuantizationStats {
     double signal, noise;  // sums of x^2 and (x - value)^2: SNR = 10 log10(signal / noise) dB
 } QuantizationStats;
 
+// The random numbers of a batch's gradients, for stochastic rounding: philox(key, stream, element). They are in device
+// memory, so that a captured CUDA graph reads new ones.
+typedef struct BatchDraws {
+    uint64_t key;   // of the seed and the step
+    int64_t first;  // rows of the step before those of the batch
+} BatchDraws;
+
+// Those of a tensor. batch NULL: it is rounded to nearest.
+typedef struct Draw {
+    const BatchDraws* batch;
+    uint32_t stream;  // of the first group; the next group has the next one
+} Draw;
+
 struct Format {
     const char* name;
     int32_t scale_rule, align;  // of the functions below: how a scale is rounded, and the elements that share it
+    double bf16_blocks;         // the share of the model's blocks, the last ones, whose GEMMs stay in floatX
 
-    // Fake quantization, in place or not: in blocks along the rows of x (rows, columns); in blocks down the columns of
-    // each group of x (capacity, columns), or of all rows if the groups have no starts (NULL).
-    void (*round_rows)(const Format* format, floatX* out, const floatX* x, int64_t rows, int64_t columns, Ctx* ctx);
-    void (*round_columns)(const Format* format, floatX* out, const floatX* x, Ragged groups, int64_t columns, Ctx* ctx);
+    // Fake quantization of x (capacity, columns), in place or not: in blocks along the rows, or with by_column 1 down
+    // the columns of each group. Without starts (NULL) all rows are one group. A format of weights alone: NULL.
+    void (*round)(const Format* format, floatX* out, const floatX* x, Ragged groups, int64_t columns, int by_column,
+                  Draw draw, Ctx* ctx);
     // Both copies of a weight w (count, OC, IC): for forward, in blocks along IC; for dgrad, along OC, transposed to
     // (count, IC, OC).
     void (*round_weight)(const Format* format, floatX* forward, floatX* back, const floatX* w, int64_t count,
                          int64_t OC, int64_t IC, Ctx* ctx);
-    // *stats += statistics of x (count, rows, columns). scale: of a packed weight; NULL: x is quantized along its rows.
-    void (*measure)(const Format* format, QuantizationStats* stats, const floatX* x, const uint8_t* scale,
-                    int64_t count, int64_t rows, int64_t columns, Ctx* ctx);
+    // *stats += statistics of x (rows, columns), quantized along its rows. weight: x is its w, as forward reads it; or
+    // NULL.
+    void (*measure)(const Format* format, QuantizationStats* stats, const floatX* x, const struct Weight* weight,
+                    int64_t rows, int64_t columns, Ctx* ctx);
 
     // Packs rows, and unpacks them: x =, or += with accumulate 1. NULL: the format has no packed form.
     int64_t (*scale_bytes)(int64_t columns);  // of a row
@@ -57,3 +72,6 @@ struct Format {
 
 // The format if GEMMs read its packed form, else NULL.
 static inline const Format* format_packed(const Format* f) { return f && f->gemms ? f : NULL; }
+// The format if rows are quantized before they reach a GEMM, once for all of them. Else (NULL) each GEMM rounds its own
+// copy.
+static inline const Format* format_of_rows(const Format* f) { return f && f->pack ? f : NULL; }

@@ -33,20 +33,21 @@ void weight_plan(Arena* a, Weight* w, int linear) {
     if (w->wgrad) workspace->wgrad = w->wgrad;
 }
 
-// All tokens as one group. On the GPU it ends at a multiple of 128, beyond the tokens (grouped/permute.h).
-typedef struct TokenGroup {
+// A batch: its tokens as one group of the grouped GEMM, which on the GPU ends at a multiple of 128, beyond the tokens
+// (grouped/permute.h); and its random numbers.
+typedef struct Batch {
     int64_t start[2];
     int32_t rows;
-} TokenGroup;
+    BatchDraws draws;
+} Batch;
 
 void linear_plan(Arena* a, GemmWorkspace* workspace, int64_t N, int batches) {
     // One quantized operand. Rounded in place, wgrad's values would change dy and x, so they are copies.
     const Format *packed = format_packed(workspace->format), *wgrad = format_packed(workspace->wgrad);
+    ARENA(a, "batches of GEMMs", ELEMENT_BYTE, batches * (int64_t)sizeof(Batch), 0, &workspace->batches);
     if (!workspace->format) return;
     rows_plan(a, "operand of a GEMM, quantized", &workspace->input, !packed, packed, round_up(N, row_align(a->backend)),
               workspace->inputs);
-    if (packed)
-        ARENA(a, "tokens as a group", ELEMENT_BYTE, batches * (int64_t)sizeof(TokenGroup), 0, &workspace->group);
 
     // Quantized wgrad. Packed: the operands of all weights of one linear_wgrads. Values: those of one weight.
     if (!workspace->wgrad) return;
@@ -57,8 +58,8 @@ void linear_plan(Arena* a, GemmWorkspace* workspace, int64_t N, int batches) {
 }
 
 void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx) {
-    const TokenGroup group = {{0, round_up(N, row_align(BACKEND))}, (int32_t)N};
-    if (workspace->group) device_upload(workspace->group + batch, &group, sizeof(group), ctx);
+    const Batch it = {{0, round_up(N, row_align(BACKEND))}, (int32_t)N, {workspace->key, workspace->before * N}};
+    if (workspace->batches) device_upload(workspace->batches + batch, &it, sizeof(it), ctx);
 }
 
 void weight_quantize(Weight* w, Ctx* ctx) {
@@ -72,22 +73,34 @@ void weight_quantize(Weight* w, Ctx* ctx) {
 
 void weight_measure(const Weight* w, int operand, const Format* format, const floatX* x, int64_t rows, int64_t columns,
                     Ctx* ctx) {
-    if (w->stats && format) format->measure(format, w->stats + operand, x, NULL, 1, rows, columns, ctx);
+    if (w->stats && format && format->round) format->measure(format, w->stats + operand, x, NULL, rows, columns, ctx);
 }
 
 // The statistics of W for forward. Called with wgrad, which runs once per micro-step, with activation recomputation or
 // without.
 static void measure_weight(const Weight* w, Ctx* ctx) {
-    if (w->stats && w->format)
-        w->format->measure(w->format, w->stats + STATS_W, w->w, w->forward.packed.scale, w->count, w->OC, w->IC, ctx);
+    if (w->stats && w->format) w->format->measure(w->format, w->stats + STATS_W, w->w, w, w->OC, w->IC, ctx);
+}
+
+// x as a GEMM reads it: x itself if it is in that format, else rounded into `to`, which may be x. Gradients have random
+// numbers, others in wgrad.
+static Rows rounded(floatX* to, Rows x, const Weight* w, int operand, int wgrad, Ragged groups, Ctx* ctx) {
+    const Format* f = wgrad ? w->wgrad : w->format;
+    const GemmWorkspace* g = operand == STATS_DY ? w->workspace : NULL;
+    const Draw draw = {g && g->batches ? &g->batches[g->batch].draws : NULL, w->stream + (wgrad ? WEIGHT_STREAMS : 0)};
+    if (!f || !f->round || (x.format == f && !wgrad)) return x;
+    f->round(f, to, x.value, groups, x.columns, wgrad, draw, ctx);
+    x.value = to;
+    x.format = f;
+    return x;
 }
 
 // --- linear_: GEMMs of all tokens with one matrix ---
 
 // The tokens of the current batch as the only group of a ragged buffer of `rows` rows.
 static Ragged tokens_of(const Weight* w, int64_t rows) {
-    TokenGroup* group = w->workspace->group + w->workspace->batch;
-    const Ragged tokens = {1, rows, group->start, &group->rows, NULL, NULL, NULL};
+    Batch* batch = w->workspace->batches + w->workspace->batch;
+    const Ragged tokens = {1, rows, batch->start, &batch->rows, NULL, NULL, NULL};
     return tokens;
 }
 
@@ -102,7 +115,8 @@ static Rows room_for(const Weight* w, int64_t N, int64_t columns) {
 // x (N, columns) in w's format.
 static Rows operand_of(const Weight* w, int operand, const floatX* x, int64_t N, int64_t columns, Ctx* ctx) {
     weight_measure(w, operand, w->format, x, N, columns, ctx);
-    return rows_as(room_for(w, N, columns), rows_of_values(x, N, columns), w->format, ctx);
+    const Rows out = room_for(w, N, columns), in = rows_as(out, rows_of_values(x, N, columns), w->format, ctx);
+    return rounded(out.value, in, w, operand, 0, ragged_matrices(1, N), ctx);
 }
 
 void linear_forward(floatX* y, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
@@ -158,11 +172,9 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
 
 // x (N, columns) as wgrad reads it: itself, or rounded along the tokens into the workspace's dy or x.
 static const floatX* wgrad_values(const Weight* w, int operand, const floatX* x, int64_t N, int64_t columns, Ctx* ctx) {
-    const Ragged all = {.El = 1, .capacity = N};
     if (!w->wgrad) return x;
     floatX* to = operand == STATS_DY ? w->workspace->dy.value : w->workspace->x.value;
-    w->wgrad->round_columns(w->wgrad, to, x, all, columns, ctx);
-    return to;
+    return rounded(to, rows_of_values(x, N, columns), w, operand, 1, ragged_matrices(1, N), ctx).value;
 }
 
 void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx) {
@@ -193,7 +205,8 @@ void grouped_forward(floatX* y, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
     if (x.packed)
         w->format->gemms->gemm(y, x, w, 0, r, ctx);
     else
-        grouped_gemm_forward(y, x.value, w->format ? w->forward.value : w->w, r, w->IC, w->OC, ctx);
+        grouped_gemm_forward(y, rounded(x.value, x, w, STATS_X, 0, r, ctx).value, w->format ? w->forward.value : w->w,
+                             r, w->IC, w->OC, ctx);
 }
 
 void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
@@ -249,7 +262,7 @@ Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, Expert
         return *for_wgrad;
     }
     *gate_parts = 1;
-    grouped_dgrad(da, dy, w2, r, ctx);
+    grouped_dgrad(da, rounded(out.value, dy, w2, STATS_DY, 0, r, ctx), w2, r, ctx);
 
     // Statistics as above.
     if (format && w13->stats) {
@@ -265,15 +278,16 @@ Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, Expert
         return out;
     }
 
-    // The gate's gradient, and gate * a, take `a` as the forward GEMM read it.
+    // The gate's gradient, and gate * a, take `a` as the forward GEMM read it. Where each GEMM rounds its own copy,
+    // they take the unrounded `a`.
     experts_swiglu_backward(t, r, F, ctx);
-    if (format) {
+    if (format_of_rows(format)) {
         Rows a = out;
         a.value = t.gated_a;
         rows_as(a, activation(a, t.h, format, r, F, ctx), NULL, ctx);
         experts_gate_backward(t, r, F, ctx);
     }
-    return rows_as(out, *for_wgrad, format, ctx);
+    return rounded(out.value, rows_as(out, *for_wgrad, format, ctx), w13, STATS_DY, 0, r, ctx);
 }
 
 int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backend backend) {
@@ -281,13 +295,12 @@ int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backen
 }
 
 // An operand of wgrad as values: by token if the GEMM gathers it, else by row, rounded down the columns of each group.
-static Rows wgrad_rows(Rows x, Rows memory, int64_t other, const Format* wgrad, Ragged r, Ctx* ctx) {
-    if (x.by_token) x = wgrad ? rows_permute(memory, x, r, ctx) : rows_gathered(memory, x, other, r, ctx);
+static Rows wgrad_rows(const Weight* w, int operand, Rows x, Rows memory, Ragged r, Ctx* ctx) {
+    if (x.by_token) x = rows_gathered(memory, x, w->wgrad, operand == STATS_X ? w->OC : w->IC, r, ctx);
     if (x.by_token) return x;
     x.count = r.capacity;
     x = rows_as(memory, x, NULL, ctx);
-    if (wgrad) wgrad->round_columns(wgrad, x.value, x.value, r, x.columns, ctx);
-    return x;
+    return rounded(x.value, x, w, operand, 1, r, ctx);
 }
 
 void grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged r, Ctx* ctx) {
@@ -297,8 +310,8 @@ void grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memo
         w->wgrad->gemms->grouped_wgrad(w, dy, dy_memory, x, x_memory, r, ctx);
         return;
     }
-    dy = wgrad_rows(dy, dy_memory, w->IC, w->wgrad, r, ctx);
-    x = wgrad_rows(x, x_memory, w->OC, w->wgrad, r, ctx);
+    dy = wgrad_rows(w, STATS_DY, dy, dy_memory, r, ctx);
+    x = wgrad_rows(w, STATS_X, x, x_memory, r, ctx);
     ASSERT(!dy.by_token || !x.by_token);
     const GroupedRows order = dy.by_token ? DY_BY_TOKEN : x.by_token ? X_BY_TOKEN : ALL_BY_ROW;
     if (w->rounded_grad)

@@ -12,7 +12,8 @@
 //   forward  y  = Q(x) Q(W)^T     dgrad  dx = Q(dy) Q(W)     wgrad  dW = Q(dy)^T Q(x)
 //
 // A weight is quantized once after each update. linear_ quantizes x and dy just before the GEMM, into a workspace that
-// all GEMMs share. The rows of grouped_ come quantized.
+// all GEMMs share. The rows of grouped_ come quantized if format_of_rows has their format; else grouped_ rounds them.
+// dy has random numbers, for formats that round it stochastically.
 #pragma once
 
 #include "linear/rows.h"
@@ -25,12 +26,17 @@ typedef struct GemmWorkspace {
     Rows input;                    // x or dy, quantized
     Rows dy, x;                    // quantized wgrad: operands, quantized along the tokens
     int64_t dy_used;               // columns of `dy` that hold a gradient for the next linear_wgrads
-    struct TokenGroup* group;      // each batch's tokens as one group of the grouped GEMM, in device memory
+    struct Batch* batches;         // in device memory
+    uint64_t key;                  // of the step's random numbers
+    int64_t before;                // batches of the step, on all ranks, before the next linear_batch
     int batch;                     // the current one
 } GemmWorkspace;
 
 // The operands that --mx-stats measures: x, dy, and W as forward reads it.
 enum { STATS_X, STATS_DY, STATS_W, WEIGHT_STATS };
+
+// Streams of random numbers for a weight's dy. In dgrad each matrix has one, over all ranks; in wgrad another one.
+enum { WEIGHT_STREAMS = 1 << 12 };
 
 // A quantized copy of a weight, as values or packed.
 typedef struct WeightCopy {
@@ -49,6 +55,7 @@ typedef struct Weight {
     const Format* wgrad;       // of the operands of wgrad
     WeightCopy forward, back;  // if W is quantized: as forward reads it, and transposed, (count, IC, OC), as dgrad does
     GemmWorkspace* workspace;
+    uint32_t stream;  // of the random numbers of its first matrix: a multiple of 2 WEIGHT_STREAMS, and its number
     QuantizationStats* stats;  // (WEIGHT_STATS) += statistics of each quantized operand; NULL: not measured
 } Weight;
 
@@ -58,7 +65,7 @@ void weight_plan(Arena* arena, Weight* weight, int linear);
 void linear_plan(Arena* arena, GemmWorkspace* workspace, int64_t N, int batches);
 
 // Before the GEMMs: weight_quantize quantizes a weight whose w has changed; linear_batch sets the token count N of a
-// batch. workspace->batch is the current batch.
+// batch, and the random numbers of its gradients. workspace->batch is the current batch.
 void weight_quantize(Weight* weight, Ctx* ctx);
 void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx);
 // If weight->stats: += the statistics of x (rows, columns), quantized to `format` as `operand`.
@@ -86,15 +93,17 @@ void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx);
 // dgrad, and wgrad of this weight alone.
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
 
-// x and dy are in the weight's format (rows_as). With SwiGLU they may come from rows_gathered, else they are by row.
+// x and dy are in the weight's format (rows_as), or values that grouped_ rounds, in place in forward. With SwiGLU they
+// may come from rows_gathered, else they are by row.
 void grouped_forward(floatX* y, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);
 void grouped_dgrad(floatX* dx, Rows dy, const Weight* weight, Ragged ragged, Ctx* ctx);
 // An expert's first GEMM and its activation (grouped/experts.h): h = W13 x and a = swiglu(h). The activation has the
 // format of the second GEMM's weight w2, and out's buffers. out.value has (capacity, F) where statistics are measured.
 Rows grouped_forward_swiglu(Rows out, floatX* h, Rows x, const Weight* w13, const Weight* w2, Ragged ragged, Ctx* ctx);
 // Dgrad of the second GEMM, da' = dy W2 into `da`, and the backward of the activation with the gate: dh is the first
-// GEMM's dy, in the format of its weight w13. *for_wgrad: dh for grouped_wgrad, in the memory of tensors.dh. Where the
-// GEMM has SwiGLU in its epilogue, da is not written, and the gates' gradients come in *gate_parts.
+// GEMM's dy, in the format of its weight w13. The buffers of `out` are wide enough for dy too. *for_wgrad: dh for
+// grouped_wgrad, in the memory of tensors.dh. Where the GEMM has SwiGLU in its epilogue, da is not written, and the
+// gates' gradients come in *gate_parts.
 Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, ExpertsBackward tensors, floatX* da, Rows dy,
                           const Weight* w2, const Weight* w13, Ragged ragged, Ctx* ctx);
 // dW = dy^T x over the rows of each expert. An operand by token is permuted first, or gathered. `memory` of dy and of

@@ -23,12 +23,13 @@ Rows rows_as(Rows out, Rows x, const Format* format, Ctx* ctx) {
     if (x.packed) {
         ASSERT(!packed);
         x.format->unpack(out.value, x.bytes, x.count, x.columns, 0, ctx);
-    } else if (!format || x.format) {
+    } else if (!format_of_rows(format) || x.format) {
         return x;  // values, and what was rounded once is not rounded again
     } else if (packed) {
         format->pack(format, out.bytes, x.value, x.count, x.columns, ctx);
     } else {
-        format->round_rows(format, out.value, x.value, x.count, x.columns, ctx);
+        const Draw nearest = {NULL, 0};
+        format->round(format, out.value, x.value, ragged_matrices(1, x.count), x.columns, 0, nearest, ctx);
     }
     return out;
 }
@@ -54,7 +55,7 @@ Rows rows_permute(Rows out, Rows tokens, Ragged r, Ctx* ctx) {
     return out;
 }
 
-Rows rows_gathered(Rows out, Rows tokens, int64_t other, Ragged r, Ctx* ctx) {
-    const int gathers = !tokens.format && other <= GATHER_WIDTH && grouped_gemm_fuses(ctx);
+Rows rows_gathered(Rows out, Rows tokens, const Format* format, int64_t other, Ragged r, Ctx* ctx) {
+    const int gathers = !format && !tokens.format && other <= GATHER_WIDTH && grouped_gemm_fuses(ctx);
     return gathers ? tokens : rows_permute(out, tokens, r, ctx);
 }

@@ -1,6 +1,7 @@
 // Memory of a model: plan, allocation, release.
 #include "model/model.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,13 +17,18 @@
 
 // The format of a precision; NULL: floatX. Bytes that no GEMM reads have the exact format's blocks of 32.
 static const Format* format_of(int64_t precision, const Settings* s) {
-    static const FormatId ids[] = {FORMATS, FORMAT_MXFP8, FORMAT_MXFP8_EXACT};  // in the order of the options' choices
-    return precision ? format_of_id(ids[precision], (MxScale)s->scale_rule) : NULL;
+    return precision ? format_of_id((FormatId)(precision - 1), (MxScale)s->scale_rule) : NULL;
 }
 
-// The format of dispatch or wgrad: that of the GEMMs with the same operands, if these are quantized.
+// The format of dispatch or wgrad: if it is MXFP8, that of the GEMMs with the same operands, if these are MXFP8 too.
 static const Format* format_like(int64_t precision, const Format* gemms, const Settings* s) {
-    return precision && gemms ? gemms : format_of(precision ? PRECISION_MXFP8_EXACT : PRECISION_BF16, s);
+    if (precision == PRECISION_MXFP8 && !format_of_rows(gemms)) precision = PRECISION_MXFP8_EXACT;
+    return precision == PRECISION_MXFP8 ? gemms : format_of(precision, s);
+}
+
+// The format in a unit: floatX where the recipe leaves the last blocks in it, and in the modules after them.
+static const Format* format_in(const Format* f, const Unit* u, const ModelConfig* c) {
+    return f && f->bf16_blocks > 0 && u->layer >= c->L - lround(f->bf16_blocks * (double)c->L) ? NULL : f;
 }
 
 // The format whose packed form the model's GEMMs read; NULL: they read values.
@@ -71,6 +77,8 @@ static void plan_weights(Model* m, Unit* u) {
         const int mlp = list[i].id == MLP13 || list[i].id == MLP2;
         Weight* w = &u->w[list[i].id];
         w->workspace = &m->gemms;
+        // An expert's number follows in the lowest bits.
+        w->stream = (uint32_t)(u->layer * PARAMS + (int)list[i].id) * 2 * WEIGHT_STREAMS;
         if (list[i].quantized_by == LINEAR) {
             w->format = format_of(s->linear_precision, s);
             if (w->format) w->wgrad = format_like(s->wgrad_precision, w->format, s);
@@ -82,7 +90,10 @@ static void plan_weights(Model* m, Unit* u) {
         if (list[i].quantized_by == EXPERT) {
             w->format = m->shapes.moe.expert;
             w->wgrad = m->shapes.moe.wgrad;
+            w->stream += (uint32_t)(m->layout.rank % m->layout.ep * w->count);
         }
+        w->format = format_in(w->format, u, &m->config);
+        w->wgrad = format_in(w->wgrad, u, &m->config);
         weight_plan(&m->arena[IN_PARAMS], w, list[i].quantized_by == LINEAR);
     }
     m->gemms.of_dy = max_i64(m->gemms.of_dy, max_i64(of_dy[0], of_dy[1]));
@@ -220,7 +231,8 @@ static void plan_workspace(Model* m, Backend backend) {
     const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
     m->work.chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
-    if (s->linear_precision || s->expert_precision) linear_plan(scratch, &m->gemms, N, 1 + (int)c->mtp);
+    if (s->linear_precision || s->expert_precision || s->wgrad_precision)
+        linear_plan(scratch, &m->gemms, N, 1 + (int)c->mtp);
     m->shapes.moe.windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && moe_blocks > 0;
     m->shapes.moe.capacity = s->capacity;
     if (moe_blocks > 0) moe_plan(&m->arena[IN_POOL], m->shapes.moe, moe_blocks);

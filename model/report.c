@@ -131,7 +131,8 @@ void report_device(const Model* m) {
 }
 
 void report_quantization(char** line, const Model* m, const QuantizationStats* sums) {
-    const char* before = "\"mx_stats\": [";
+    const char* before = "";
+    host_append(line, ", \"mx_stats\": [");
     for (int64_t l = 0; l < config_blocks(&m->config); l++) {
         const Unit* u = &m->units[params_block_unit(&m->config, l)];
         Param list[PARAMS];
@@ -139,17 +140,19 @@ void report_quantization(char** line, const Model* m, const QuantizationStats* s
         for (int i = 0; i < count; i++) {
             const int id = (int)list[i / WEIGHT_STATS].id, operand = i % WEIGHT_STATS;
             const QuantizationStats* s = &sums[l * BLOCK_STATS + id * WEIGHT_STATS + operand];
-            // x and dy may be quantized for the dispatch alone.
+            // x and dy may be quantized for the dispatch alone, or W alone.
             const int sent = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
-            if (!u->w[id].format && !(sent && m->settings.dispatch_precision)) continue;
-            host_append(line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", before, l,
+            const Format* f = u->w[id].format;
+            const int quantized = f && (f->round || operand == STATS_W);
+            if (!quantized && !(sent && m->settings.dispatch_precision)) continue;
+            host_append(line, "%s{\"layer\": %ld, \"tensor\": \"%s\"", before, l,
                         list[i / WEIGHT_STATS].stats[operand]);
             runlog_number(line, "saturated", s->saturated / s->elements);
             runlog_number(line, "flushed", s->flushed / s->elements);
             runlog_number(line, "inexact", s->inexact / s->elements);
             runlog_number(line, "snr_db", 10 * log10(s->signal / s->noise));
             host_append(line, "}");
-            before = "";
+            before = ", ";
         }
     }
     host_append(line, "]");

@@ -157,19 +157,21 @@ const Option settings_table[] = {
     NUMBER("parallel", "timeout", timeout, "600", 1, 1e6, FREE,
            "seconds that ranks wait for one another before the run ends"),
 
-    // Which numbers are MXFP8: --precision sets all up to --linear-precision.
-    CHOICE("precision", "precision", precision, "bf16", "bf16|mxfp8|mxfp8-exact", FREE_COMMON,
-           "sets the options up to --linear-precision; one that is given as well wins"),
-    CHOICE("precision", "expert-precision", expert_precision, NULL, "bf16|mxfp8|mxfp8-exact", FIXED,
-           "routed experts: bf16 (CPU: float32), fp8, or values rounded to MXFP8"),
+    // Which numbers are quantized: --precision sets all up to --linear-precision.
+    CHOICE("precision", "precision", precision, "bf16", "bf16|mxfp8|nvfp4|nvfp4-46|mxfp4|mxfp8-exact|mxfp4-weights",
+           FREE_COMMON, "sets the options up to --linear-precision; one that is given as well wins"),
+    CHOICE("precision", "expert-precision", expert_precision, NULL,
+           "bf16|mxfp8|nvfp4|nvfp4-46|mxfp4|mxfp8-exact|mxfp4-weights", FIXED,
+           "routed experts: bf16 (CPU: float32), fp8, or values rounded to a format"),
     CHOICE("precision", "dispatch-precision", dispatch_precision, NULL, "bf16|mxfp8", FIXED,
            "tokens on their way to the experts, also on the same rank"),
     CHOICE("precision", "combine-precision", combine_precision, NULL, "bf16|mxfp8", FIXED, "tokens on their way back"),
-    CHOICE("precision", "wgrad-precision", wgrad_precision, NULL, "bf16|mxfp8", FIXED,
+    CHOICE("precision", "wgrad-precision", wgrad_precision, NULL, "bf16|mxfp8|nvfp4|nvfp4-46|mxfp4", FIXED,
            "wgrad GEMMs of the routed experts, and of --linear-precision"),
-    CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8|mxfp8-exact", FIXED,
-           "GEMMs of attention without Wkva, and of the dense and shared MLPs"),
-    CHOICE("precision", "mx-scale", scale_rule, "rceil", "rceil|floor", FIXED, "rounding of the scales of MXFP8 blocks"),
+    CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8|nvfp4|nvfp4-46|mxfp4|mxfp8-exact",
+           FIXED, "GEMMs of attention without Wkva, and of the dense and shared MLPs"),
+    CHOICE("precision", "mx-scale", scale_rule, "rceil", "rceil|floor", FIXED,
+           "rounding of the scales of MXFP8 and MXFP4 blocks"),
     WHOLE("precision", "mx-stats", stats_every, "0", 0, 1e9, FREE,
           "steps between quantization statistics in the log; 0: none"),
 
@@ -234,8 +236,11 @@ Settings settings_parse(int argc, char** argv) {
 
 // Sets the options of a --precision.
 static void set_precisions(Settings* s, int64_t precision) {
-    s->expert_precision = s->linear_precision = precision;
-    s->dispatch_precision = s->combine_precision = s->wgrad_precision = precision != PRECISION_BF16;
+    s->expert_precision = s->linear_precision = s->wgrad_precision = precision;
+    const int mxfp8 = precision == PRECISION_MXFP8 || precision == PRECISION_MXFP8_EXACT;
+    s->dispatch_precision = s->combine_precision = mxfp8 ? PRECISION_MXFP8 : PRECISION_BF16;
+    if (mxfp8) s->wgrad_precision = PRECISION_MXFP8;
+    if (precision == PRECISION_MXFP4_WEIGHTS) s->linear_precision = s->wgrad_precision = PRECISION_BF16;
 }
 
 // int64_t and double are both 8 bytes.

@@ -66,7 +66,16 @@ typedef struct Settings {
     char given[SETTINGS_MOST];  // by row of the table: 1 if the command line has the option
 } Settings;
 
-typedef enum { PRECISION_BF16, PRECISION_MXFP8, PRECISION_MXFP8_EXACT } Precision;
+// The choices of --precision: bf16, then those of FormatId (mx/formats.h). Those of its parts are the first of them.
+typedef enum {
+    PRECISION_BF16,
+    PRECISION_MXFP8,
+    PRECISION_NVFP4,
+    PRECISION_NVFP4_46,
+    PRECISION_MXFP4,
+    PRECISION_MXFP8_EXACT,
+    PRECISION_MXFP4_WEIGHTS
+} Precision;
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
 typedef enum { DISPATCH_AUTO, DISPATCH_NCCL, DISPATCH_WINDOWS } DispatchUse;
 typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;

@@ -104,7 +104,7 @@ static void check_layout(const Settings* s) {
     if (s->model.E % s->ep) die(EXIT_USAGE, "--ep %ld does not divide --experts %ld", s->ep, s->model.E);
 }
 
-// Every width that MXFP8 products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
+// Every width that quantized products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
 // dgrad over its rows. A width that no such product has counts as 0.
 static void check_precision(const Settings* s) {
     const ModelConfig* c = &s->model;
@@ -120,7 +120,7 @@ static void check_precision(const Settings* s) {
                             {"--heads x --v-dim =", linear * c->H * c->v},
                             {"--dense-ffn", dense * c->dense_ffn},
                             {"--shared-experts x --expert-ffn =", shared * c->shared * c->F}};
-    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), FORMAT_BLOCK, "MXFP8");
+    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), FORMAT_BLOCK, "a quantized format");
 }
 
 // --mx-stats measures quantized tensors, so there must be some.
@@ -129,8 +129,8 @@ static void check_stats(const Settings* s) {
               experts = s->expert_precision || s->dispatch_precision;
     if (s->stats_every && !s->linear_precision && !(moe && experts))
         die(EXIT_USAGE,
-            "--mx-stats %ld: nothing that it measures is MXFP8; it goes with --linear-precision mxfp8 or, where there "
-            "is a MoE block, --expert-precision mxfp8 or --dispatch-precision mxfp8",
+            "--mx-stats %ld: nothing that it measures is quantized; it goes with --linear-precision mxfp8 or, where "
+            "there is a MoE block, --expert-precision mxfp8 or --dispatch-precision mxfp8",
             s->stats_every);
 }
 

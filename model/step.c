@@ -2,7 +2,10 @@
 #include <stdlib.h>
 
 #include "device/check.h"
+#include "device/random.h"
 #include "model/windows.h"
+
+enum { KEY_STREAM = 0xFFFFFFFFu - 2 };  // apart from the streams of the weights (model/params.h)
 
 void model_step_begin(Model* m, int64_t step) {
     const Settings* s = &m->settings;
@@ -17,6 +20,11 @@ void model_step_begin(Model* m, int64_t step) {
     m->step.late = weight != s->mtp_weight;
     m->step.mtp_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
     m->step.first = 1;
+    // Random numbers of the step. Each rank takes one batch after another.
+    uint32_t word[4];
+    philox(word, (uint64_t)s->seed, KEY_STREAM, (uint64_t)step);
+    m->gemms.key = (uint64_t)word[1] << 32 | word[0];
+    m->gemms.before = m->layout.rank;
     // Counters of the step.
     device_zero(m->step.load, (size_t)experts * sizeof(int64_t), m->ctx);
     if (m->step.margins) device_zero(m->step.margins, (size_t)(experts * MARGIN_BINS) * sizeof(int64_t), m->ctx);
@@ -45,6 +53,7 @@ void model_micro_step(Model* m, int last) {
     graph_run(graph, last ? last_micro_step : micro_step, m, m->ctx);
     // Host state, which a replayed graph does not change.
     m->step.first = 0;
+    m->gemms.before += m->layout.ranks;
     for (int u = 0; u < params_units(&m->config); u++) m->units[u].version = weights_version(m->sharding);
 }
 

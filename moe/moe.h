@@ -11,7 +11,7 @@
 // experts' outputs (grouped/experts.h). Source: DeepSeek-V2 (arXiv 2405.04434) section 2.2, DeepSeek-V3 (arXiv
 // 2412.19437) section 2.1.2.
 //
-// Precision is a property of the tensors (linear/format.h); docs/mxfp8.md has its rules.
+// Precision is a property of the tensors (linear/format.h); docs/precision.md has its rules.
 #pragma once
 
 #include "linear/linear.h"
@@ -24,14 +24,14 @@ typedef struct MoeShape {
     int64_t shared_F;    // hidden width of the shared MLP, 0: there is none
     int32_t ep;          // ranks of expert parallelism; E % ep == 0
     int32_t recompute;   // 1: activation checkpointing: backward dispatches x again and recomputes h and shared_h
-    const Format *dispatch, *expert, *combine;  // as in DispatchShape; `expert` is that of the experts' weights
+    const Format *dispatch, *expert, *combine;  // as in DispatchShape; `expert`: see MoeWeights
     const Format* wgrad;                        // of the operands of the experts' weight gradients
     double capacity;                            // as in DispatchShape
     int32_t windows;                            // as in DispatchShape
 } MoeShape;
 
 // Weights with their gradients, which are = or += as in Weight. Each of the E / ep experts has a w13 (2F, C) and a w2
-// (C, F). Their statistics cover x, dy, the activation and its gradient too.
+// (C, F), whose formats are those of the block. Their statistics cover x, dy, the activation and its gradient too.
 typedef struct MoeWeights {
     const floatX* router;              // (E, C)
     real* drouter;                     // (E, C), +=

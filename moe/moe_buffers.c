@@ -60,7 +60,9 @@ static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* saved, MoeS
     ARENA(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, &t->dact);
     ARENA(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, &t->act);
     ARENA(a, "d hidden", ELEMENT_X, max_i64(wgrad_rows * 2 * F, N * 2 * sF), 1, &t->dh);
-    rows_plan(a, "d hidden, quantized", &t->dh_quantized, s.expert && !packed, packed, wgrad_rows, 2 * F);
+    // Where a GEMM rounds its own copy: of dy, then of dh.
+    rows_plan(a, "d hidden, quantized", &t->dh_quantized, s.expert && !packed, packed, wgrad_rows,
+              format_of_rows(s.expert) ? 2 * F : max_i64(2 * F, C));
     ARENA(a, "d row gates", ELEMENT_REAL, rows * grouped_gemm_gate_parts(F), 1, &t->drow_gate);
     ARENA(a, "d gates", ELEMENT_REAL, N * s.router.K, 1, &t->dgate);
     dispatch_plan_buffers(a, &t->exchange, &saved->route, 0);

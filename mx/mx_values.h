@@ -3,6 +3,12 @@
 
 #include "device/values.h"
 
+static inline BOTH_SIDES uint32_t bits_of(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof(u));
+    return u;
+}
+
 // 2^(s - 127): the factor that dequantizes a block with scale byte s. The product is exact in float32, up to 2^128.
 static inline BOTH_SIDES float mx_scale_value(uint32_t s) {
     return float_of_bits(s == 255 ? 0x7fffffffu : s == 0 ? 0x00400000u : s << 23);

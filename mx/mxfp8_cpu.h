@@ -8,12 +8,6 @@
 #include "mx/mx_values.h"
 #include "mx/mxfp8.h"
 
-static inline uint32_t bits_of(float x) {
-    uint32_t u;
-    memcpy(&u, &x, sizeof(u));
-    return u;
-}
-
 // float32 -> e4m3: round to nearest even, saturate at 448 = 0x7e.
 static inline uint8_t e4m3_of(float x) {
     uint32_t u = bits_of(x), sign = u >> 24 & 0x80, a = u & 0x7fffffff;

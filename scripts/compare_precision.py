@@ -9,12 +9,17 @@
         --set combine '--precision mxfp8 --combine-precision mxfp8' \\
         -- --train 'corpus/*_train_*.bin' --val 'corpus/*_val_*.bin' --model 16b --ep 4 --shard weights --steps 1000
 
+    # what NVFP4 costs in each GEMM, from the weights of one model and with three orders of the data
+    python3 scripts/compare_precision.py --out runs/gemms --precisions '' --gemms nvfp4 --from runs/small/hf \\
+        --seeds 3 --all-seeds -- --train ...
+
     # every set with four seeds, four runs at a time, each on a GPU of its own
     python3 scripts/compare_precision.py --out runs/compare --at-once 4 --seeds 4 --all-seeds -- --train ...
 
 Options after `--` go to every run, together with the options of its set. Each run has a folder: OUT/NAME, or
 OUT/NAME-seed-K for a seed K other than the first. All runs read the same data in the same order, that of --seed (or
-of --data-seed among train_moe's options). Another seed changes the weights alone.
+of --data-seed among train_moe's options). Another seed changes the weights alone. With --from the weights are those of
+the folder, and another seed changes the order of the data. Sets are compared in pairs of one seed.
 
 The same command continues an interrupted comparison. A run with a complete log is not repeated, and its checkpoints
 may be deleted. Other runs resume from their newest checkpoint. The table goes to standard output as Markdown. Output
@@ -46,7 +51,8 @@ from chart import Curve, Panel, draw_svg
 from runlog import NoLog, fail, read_log
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SETS = {"bf16": "", "mxfp8": "--precision mxfp8", "mxfp8-exact": "--precision mxfp8-exact"}
+PRECISIONS = "mxfp8,mxfp8-exact"
+GEMMS = "expert", "linear", "wgrad"  # the options --expert-precision and so on
 COLUMNS = ("loss", "val_loss", "tokens_per_s", "mem_gib")  # columns of a log
 TITLE = "One model in several precisions: losses in nats a token"
 LAST = 50  # the final training loss is the mean of these last steps
@@ -321,10 +327,16 @@ def arguments():
     if not program.exists() or "GPU" not in subprocess.getoutput("nvidia-smi -L 2>/dev/null"):
         program = ROOT / "build/cpu/train_moe"
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FOLDER", help="of the runs and the picture")
+    parser.add_argument("--precisions", default=PRECISIONS, metavar="NAMES",
+                        help=f"beside bf16: choices of --precision, with commas between (default: {PRECISIONS})")
+    parser.add_argument("--gemms", action="append", default=[], metavar="NAME",
+                        help=f"a table by GEMM: this precision of {', '.join(GEMMS)} alone, and of all; may be repeated")
+    parser.add_argument("--from", type=pathlib.Path, metavar="FOLDER", dest="weights",
+                        help="begin every run with the weights in this folder of a model")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("NAME", "OPTIONS"), dest="sets",
                         help="one more set of train_moe's options; may be repeated")
     parser.add_argument("--only", action="append", metavar="NAME",
-                        help=f"run only bf16 and this set; may be repeated (default: {', '.join(SETS)}, every --set)")
+                        help="run only bf16 and this set; may be repeated (default: all sets)")
     parser.add_argument("--seed", type=int, default=1, help="the first seed, of the weights and the order of the data (default: 1)")
     parser.add_argument("--seeds", type=int, default=1, metavar="N",
                         help="seeds of bf16; those after the first have rows of their own (default: 1)")
@@ -339,7 +351,12 @@ def arguments():
     if "--" in ours:
         ours, common = ours[:ours.index("--")], ours[ours.index("--") + 1:]
     args = parser.parse_args(ours)
-    args.common, args.options = common, {name: shlex.split(options) for name, options in SETS.items()}
+    args.common = common + (["--init", str(args.weights)] if args.weights else [])
+    args.options = {"bf16": []}
+    for name in args.gemms:
+        args.options |= {f"{name}-{gemm}": [f"--{gemm}-precision", name] for gemm in GEMMS}
+    for name in filter(None, [*args.precisions.split(","), *args.gemms]):
+        args.options |= {name: ["--precision", name] if name != "bf16" else []}
     for name, options in args.sets:
         if name in args.options:
             parser.error(f"--set {name}: there is a set of this name")
@@ -359,6 +376,8 @@ def arguments():
     for name in (option.split("=")[0] for option in common):
         if re.fullmatch(r"--(\w+-)?precision", name):
             parser.error(f"{name} behind --: each set has its own; write --set NAME 'OPTIONS'")
+        if name == "--init" and args.weights:
+            parser.error("--init behind --: --from names the weights")
     if not common:
         parser.error("train_moe's options are missing: they follow --")
     if args.seed < 1:
@@ -386,7 +405,7 @@ def main():
             continue
         many = args.seeds if args.all_seeds or name == "bf16" else 1
         folders = {seed: name if seed == args.seed else f"{name}-seed-{seed}" for seed in range(args.seed, args.seed + many)}
-        runs = [Run(folder, args.common + options, seed, args.seed, args.out) for seed, folder in folders.items()]
+        runs = [Run(folder, args.common + options, seed, seed if args.weights else args.seed, args.out) for seed, folder in folders.items()]
         sets.append(Group(name, runs if args.all_seeds else runs[:1]))
         seeds += [] if args.all_seeds else [Group(f"{name}, seed {run.seed}", [run]) for run in runs[1:]]
     groups = sets + seeds

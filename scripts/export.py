@@ -3,6 +3,7 @@
 
   export.py runs/x/step_00002000 my-model
   export.py runs/x my-model --dtype float32       the newest checkpoint of a run
+  export.py runs/x my-model --experts mxfp4       after --precision mxfp4-weights: the experts' weights as its GEMMs read them
 
 A checkpoint is already a Hugging Face folder. A release has no moments, and its weights are rounded (to nearest, ties
 to even). The selection biases of the routers stay float32, as DeepSeek-V3's do. The CRC-32 of all files but the
@@ -137,7 +138,18 @@ def bfloat16(values):
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("uint16")
 
 
-def write_file(path, step, tensors, dtype):
+def mxfp4(values):
+    """float32 weights after MXFP4 in blocks of 32 along the rows, as mx/fp4.h has it with --mx-scale rceil. bf16 holds them."""
+    import numpy as np
+    blocks = (bfloat16(values).astype("uint32") << 16).view("float32").reshape(-1, 32).astype("float64")
+    mantissa, exponent = np.frexp(np.abs(blocks).max(1, keepdims=True))
+    scale = np.ldexp(1.0, np.maximum(exponent - 3 + (mantissa > 0.75), -127))  # 6 = 0.75 2^3
+    x = np.minimum(np.abs(blocks) / scale, 6)
+    step = np.where(x < 2, 0.5, np.where(x < 4, 1, 2))
+    return np.copysign(np.rint(x / step) * step * scale, blocks).astype("float32").reshape(values.shape)
+
+
+def write_file(path, step, tensors, dtype, experts):
     """One safetensors file, with one tensor in memory at a time; float32 first, because readers want it aligned."""
     from safetensors import safe_open
     header, at = {"__metadata__": {"format": "pt"}}, 0
@@ -153,15 +165,17 @@ def write_file(path, step, tensors, dtype):
         for name, tensor, source, _, _ in tensors:
             with safe_open(step / source, "np") as opened:
                 values = opened.get_tensor(tensor)
+            if experts == "mxfp4" and ".mlp.experts." in tensor:
+                values = mxfp4(values)
             file.write(values if header[name]["dtype"] == "F32" else bfloat16(values))
 
 
-def write(step, out, dtype, copies):
+def write(step, out, dtype, copies, experts):
     files = plan(step, dtype, copies)
     places, done, total = {}, 0, sum(size for file in files for *_, size in file)
     for i, tensors in enumerate(files):
         target = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        write_file(out / target, step, tensors, dtype)
+        write_file(out / target, step, tensors, dtype, experts)
         places |= dict.fromkeys([name for name, *_ in tensors], target)
         done += sum(size for *_, size in tensors)
         print(f"{target}: {100 * done / total:.0f} % of {total / 1e9:.2f} GB", file=sys.stderr)
@@ -174,7 +188,7 @@ def refuse_existing(out):
         raise Failure(f"{out} is there already; choose another name")
 
 
-def export(step, out, dtype):
+def export(step, out, dtype, experts):
     refuse_existing(out)
     check(step)
     config = read_json(step / "config.json")
@@ -185,7 +199,7 @@ def export(step, out, dtype):
         for name in COPIED:
             if (step / name).exists():
                 shutil.copyfile(inside(step, name), part / name)
-        write(step, part, dtype, copies_of(config))
+        write(step, part, dtype, copies_of(config), experts)
     print(f"wrote {out}")
     if "train_moe_note" in config:
         print(f"export.py: warning: {config['train_moe_note']}", file=sys.stderr)
@@ -213,8 +227,9 @@ def main():
     parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder, or a run's")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT", help="a new folder")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (bfloat16)")
+    parser.add_argument("--experts", choices=("as-trained", "mxfp4"), default="as-trained", help="values of the experts (as-trained)")
     args = parser.parse_args()
-    return run("export.py", "numpy safetensors", lambda: export(newest(args.step), args.out, args.dtype))
+    return run("export.py", "numpy safetensors", lambda: export(newest(args.step), args.out, args.dtype, args.experts))
 
 
 if __name__ == "__main__":

@@ -159,8 +159,8 @@ class BadOptions(Case):
             (("--dense-layers 3", "--layers 2"), dict(dense_layers=3)),
             (("--mtp 3 needs a longer --seq-len than 3",), dict(mtp=3, seq_len=3)),
             (("--tokens-per-step 100", "--batch 2 x --seq-len 32 = 64"), dict(tokens_per_step=100)),
-            (("--mx-stats 5", "nothing that it measures is MXFP8"), dict(mx_stats=5, combine_precision="mxfp8")),
-            (("--mx-stats 5", "nothing that it measures is MXFP8"), dict(mx_stats=5, dispatch_precision="mxfp8", dense_layers=2)),
+            (("--mx-stats 5", "nothing that it measures is quantized"), dict(mx_stats=5, combine_precision="mxfp8")),
+            (("--mx-stats 5", "nothing that it measures is quantized"), dict(mx_stats=5, dispatch_precision="mxfp8", dense_layers=2)),
         ):
             for dry_run in (False, True):
                 with self.subTest(options, dry_run=dry_run):
@@ -274,8 +274,8 @@ class BadOptions(Case):
             with self.subTest(args):
                 done = self.call(command(kv_lora=32, expert_ffn=32, dry_run="all") + args.split())
                 self.assertEqual([re.search(rf"  {name} (\S+)", done.stdout)[1] for name in names], expected)
-        self.refused(2, "--precision takes one of bf16|mxfp8|mxfp8-exact, not 'fp8'", precision="fp8", out="run")
-        self.refused(2, "--expert-ffn 16 is not a multiple of 32, which MXFP8 needs", precision="mxfp8", out="run")
+        self.refused(2, "--precision takes one of bf16|mxfp8|nvfp4|nvfp4-46|mxfp4|mxfp8-exact|mxfp4-weights, not 'fp8'", precision="fp8", out="run")
+        self.refused(2, "--expert-ffn 16 is not a multiple of 32, which a quantized format needs", precision="mxfp8", out="run")
         helped = self.call([PROGRAM, "--help", "all"]).stdout
         for name in names:
             self.assertRegex(helped, rf"(?m)^  --{name} .*\[by --precision\]$")
@@ -294,7 +294,7 @@ class BadOptions(Case):
                                                           shared_experts=3)),
         ):
             with self.subTest(width):
-                self.refused(2, f"{width} is not a multiple of 32, which MXFP8 needs", out="run", **change)
+                self.refused(2, f"{width} is not a multiple of 32, which a quantized format needs", out="run", **change)
         self.train(steps=2, linear_precision="mxfp8", **fits)
 
     def test_samples(self):

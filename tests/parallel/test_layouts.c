@@ -178,7 +178,7 @@ static char* name_of(Case c) {
 
 static void compare(const Shown* got, const Shown* want, Case c, int steps) {
     if (ranks_index(world)) return;
-    const int mx = strstr(c.options, "mxfp8") != NULL;
+    const int mx = strstr(c.options, "mxfp") != NULL;
     double gradient_bound = mx ? MX_GRADIENT_BOUND : GRADIENT_BOUND;
     if (strcmp(c.options, CUT) == 0) gradient_bound = fmax(gradient_bound, CUT_GRADIENT_BOUND);
     double loss_bound = mx ? MX_LOSS_BOUND : LOSS_BOUND;
@@ -237,13 +237,17 @@ static void layouts_agree_on_one_module(void) { all_layouts(0, MODULES(1), 5); }
 static void layouts_agree_on_modules(void) { all_layouts(0, MODULES(4), 5); }
 
 // Casts do not depend on the rank that computes them, except in --wgrad-precision, whose blocks are along the tokens of
-// a rank. Otherwise only another order of sums can change a rounding.
-static void layouts_agree_in_mxfp8(void) {
-    const char* precisions[5] = {
-        EXACT, fast ? FAST "--wgrad-precision mxfp8" : EXACT "--wgrad-precision mxfp8", CUT,
-        "--expert-precision mxfp8-exact --mx-scale floor", "--dispatch-precision mxfp8 --mtp 1"};
+// a rank. Otherwise only another order of sums can change a rounding. A token has the same random numbers in linear
+// layers on every layout.
+static void layouts_agree_in_mx(void) {
+    const char* precisions[6] = {EXACT,
+                                 fast ? FAST "--wgrad-precision mxfp8" : EXACT "--wgrad-precision mxfp8",
+                                 CUT,
+                                 "--expert-precision mxfp8-exact --mx-scale floor",
+                                 "--dispatch-precision mxfp8 --mtp 1",
+                                 "--linear-precision mxfp4 --mtp 1"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
-    for (int p = 0; p < (BF16 ? 3 : 5); p++) {
+    for (int p = 0; p < (BF16 ? 3 : 6); p++) {
         Case one = {1, 1, "none", "none", 0, precisions[p]};
         Shown want = show(one, 5);
         for (int ep = 1; ep <= R; ep *= 2) {
@@ -257,6 +261,35 @@ static void layouts_agree_in_mxfp8(void) {
     }
 }
 
+// FP4. Ranks take the micro-batches that one rank takes one after another, with the same random numbers and tensor
+// scales. Expert parallelism joins the rows of several micro-batches in an expert, with other numbers, blocks of wgrad
+// and largest magnitudes. So its gradients differ as those of two seeds do. Bound: twice that. NVFP4's x differs too,
+// by less than half of its error, 0.1 of a tensor (20 dB). A layout that leaves out a part is off by more. Experts by
+// turns: an x that differs may else select another expert.
+static void layouts_agree_in_fp4(void) {
+    const char* precisions[2] = {"--precision mxfp4 --force-balance --aux-loss 0",
+                                 "--precision nvfp4 --dense-layers 0 --force-balance --aux-loss 0"};
+    const int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
+    for (int p = 0; p < 2; p++) {
+        char* options = host_format("%s --seed 2", precisions[p]);
+        const Case one = {1, 1, "none", "none", 0, precisions[p]}, another = {1, 1, "none", "none", 0, options};
+        Shown want = show(one, 1), other = show(another, 1);
+        for (int ep = BF16 ? R : 1; ep <= R; ep *= 2) {
+            const Case c = {R, ep, "weights", "none", 0, precisions[p]};
+            Shown got = show(c, 1);
+            for (int i = 0; i < got.tensors && ranks_index(world) == 0; i++) {
+                const double seeds = relative_error(other.grad[i], want.grad[i], want.elements[i]);
+                const double e = relative_error(got.grad[i], want.grad[i], want.elements[i]);
+                CHECK(e <= (ep > 1 ? 2 * seeds + 5e-2 : MX_GRADIENT_BOUND),
+                      "%s: ep %d: the gradient of tensor %d is off by %g, seeds by %g", precisions[p], ep, i, e, seeds);
+            }
+            shown_free(&got);
+        }
+        shown_free(&want), shown_free(&other);
+        free(options);
+    }
+}
+
 static void same_bits(const Shown* a, const Shown* b, const char* name, int steps) {
     if (ranks_index(world)) return;
     for (int i = 0; i < a->tensors; i++)
@@ -267,13 +300,14 @@ static void same_bits(const Shown* a, const Shown* b, const char* name, int step
           name);
 }
 
-// The same layout twice, and with activation checkpointing, gives the same bits.
+// The same layout twice, and with activation checkpointing, gives the same bits. FP4 too: an element has a random
+// number of its own, whatever is computed before it.
 static void recompute_is_exact(void) {
     static const char* kinds[3] = {"none", "moe", "block"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
-    for (int ep = BF16 ? R : 1; ep <= 2 * R; ep *= 2) {
-        const char* recipe = fast ? FAST : EXACT;
-        const char* options = ep > R ? recipe : ep == R ? "--mtp 2" : "";  // the last two rounds
+    for (int ep = BF16 ? R : 1; ep <= 4 * R; ep *= 2) {
+        const char* recipe = ep > 2 * R ? "--precision mxfp4 --mtp 1" : fast ? FAST : EXACT;
+        const char* options = ep > R ? recipe : ep == R ? "--mtp 2" : "";  // the last three rounds
         Case plain = {R, ep > R ? R : ep, "weights", "none", 0, options};
         Shown want = show(plain, 3);
         for (int k = 0; k < 3; k++) {
@@ -442,7 +476,8 @@ int main(int argc, char** argv) {
     RUN(layouts_agree_on_one_expert);
     RUN(layouts_agree_on_one_module);
     RUN(layouts_agree_on_modules);
-    RUN(layouts_agree_in_mxfp8);
+    RUN(layouts_agree_in_mx);
+    RUN(layouts_agree_in_fp4);
     RUN(recompute_is_exact);
     RUN(samples_are_rank_0s);
     RUN(not_finite_on_one_rank);

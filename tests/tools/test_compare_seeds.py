@@ -107,6 +107,20 @@ class Seeds(unittest.TestCase):
         first, last = curve[WINDOW], curve[STEPS]
         return min(step for step in curve if first - curve[step] >= 0.8 * (first - last))
 
+    def test_precisions_by_gemm_from_equal_weights(self):
+        """A list of precisions, one of them by GEMM; --from gives every run the same weights, and its seed the data."""
+        out, done = self.fake("gemms", "--precisions", "mxfp8,mxfp4", "--gemms", "nvfp4", "--from", "model", "--seeds", 2,
+                              "--all-seeds")
+        given = {}
+        for path in out.glob("*/options.txt"):
+            given[path.parent.name] = path.read_text().split("--init model ")[1].strip()
+        of_gemms = {f"nvfp4-{gemm}": f"--{gemm}-precision nvfp4 " for gemm in ("expert", "linear", "wgrad")}
+        sets = {"bf16": "", **of_gemms, **{name: f"--precision {name} " for name in ("mxfp8", "mxfp4", "nvfp4")}}
+        self.assertEqual(given, {name + ("-seed-2" if seed == 2 else ""): f"{options}--seed {seed} --data-seed {seed}"
+                                 for name, options in sets.items() for seed in (1, 2)})
+        self.assertEqual([line.split(" | ")[0] for line in done.stdout.splitlines() if line.startswith("| ")][1:],
+                         [f"| {name}" for name in ("bf16", *of_gemms, "mxfp8", "mxfp4", "nvfp4")])
+
     def test_seeds_change_the_weights_alone(self):
         """Every run has the --data-seed of the first seed, or the given one, exactly once."""
         all_seeds = [f"{name}{end}" for name in ("bf16", "mxfp8", "a-seed-6b") for end in ("", "-seed-6", "-seed-7")]

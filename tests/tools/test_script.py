@@ -15,7 +15,7 @@ sys.path.insert(0, str(SCRIPTS))
 sys.dont_write_bytecode = True
 import script  # noqa: E402
 
-NAMES = ("bigram", "compare_precision", "export", "log_to", "make_golden", "make_mx_golden", "plot_loss", "prepare_eval",
+NAMES = ("bigram", "compare_precision", "export", "log_to", "make_golden", "make_fp4_golden", "make_mx_golden", "plot_loss", "prepare_eval",
          "prepare_text", "to_gguf")
 
 

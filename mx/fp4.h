@@ -1,0 +1,56 @@
+// Four-bit numbers, as fake quantization: NVFP4 and MXFP4. Elements are e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
+// negatives.
+//
+//   NVFP4   blocks of 16 share an e4m3 scale b, and a tensor has one float32 scale t
+//   MXFP4   blocks of 32 share a power of two 2^(s - 127), as in MXFP8 (mx/mxfp8.h), with 6 in the place of 448
+//
+//   NVFP4:  e = 2688 / amax of the tensor, 2688 = 6 448, at most the largest float32;  t = 1 / e
+//           b = e4m3(amax of the block / 6 * e)
+//           value = e2m1(x / (t b)) b t, computed as x * (1 / (t b));  b = 0: value 0
+//   4/6:    the same with 1536 = 6 256 in the place of 2688. A second scale, b = e4m3(amax of the block / 6 * e * 1.5),
+//           turns the block's largest magnitude into 4. A block takes the one with the smaller sum of (x - value)^2,
+//           rounded to nearest. So the choice depends on x alone, and stochastic rounding stays unbiased
+//   MXFP4:  value = e2m1(x 2^(127 - s)) 2^(s - 127)
+//
+// The order of the float32 operations is that of fouroversix 1.0.5 (static_6; 4/6: mse). e2m1 saturates at 6. Nearest:
+// ties go to the even code. Stochastic: up with the probability of the distance from the lower neighbour, so that the
+// mean is x. A block (MXFP4) or tensor (NVFP4) with NaN or Inf becomes NaN. Zeros keep their sign. x is read as
+// float32. On the GPU the value is rounded to bf16: MXFP4's are exact, NVFP4's have up to six bits times t.
+//
+// A tensor of NVFP4 is one group of rows: the tokens of a micro-batch, an expert's rows, or one matrix of a weight.
+//
+// Sources: OCP Microscaling Formats 1.0; NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149),
+// sections 2 and 4, appendix C; Four Over Six (4/6): arXiv 2512.02010.
+#pragma once
+
+#include "linear/format.h"
+
+// Rows of the random Hadamard transform, and its signs: S has -1 at the ones of these bits. A tile of a weight is as
+// high as it is wide.
+enum { FP4_HADAMARD = 16, FP4_SIGNS = 0x9d2c };
+
+// The rule of a block's scale. MXFP4: MxScale (mx/mxfp8.h). NVFP4: that of the largest magnitude, 6 or the better one.
+enum { NVFP4_SIX = 2, NVFP4_FOUR_SIX };
+
+// Blocks of `high` x `wide` elements in each group of (rows, columns).
+typedef struct Fp4Blocks {
+    int32_t scale;       // the rule
+    int64_t high, wide;  // smaller at the edges of a group
+} Fp4Blocks;
+
+static inline BOTH_SIDES int fp4_is_nv(Fp4Blocks blocks) { return blocks.scale >= NVFP4_SIX; }
+
+// out = the values of x (capacity, columns), in place or not. Without group_start each of the El groups has `capacity`
+// rows. back: NULL, or (El, columns, capacity): the same values, each group transposed. Workspace: El words.
+void fp4_round(floatX* out, floatX* back, const floatX* x, Ragged groups, int64_t columns, Fp4Blocks blocks, Draw draw,
+               Ctx* ctx);
+
+// The random Hadamard transform along the rows of each group, in place or not: out = H S x for 16 rows at a time. H is
+// the Hadamard matrix of 16 over 4, S a diagonal of fixed random signs. H S is orthogonal, so dy^T x keeps its value if
+// both are transformed. Fewer than 16 rows at the end of a group stay as they are. Rows after the last group are not
+// written.
+void fp4_hadamard(floatX* out, const floatX* x, Ragged groups, int64_t columns, Ctx* ctx);
+
+// *stats += statistics of fp4_round to nearest. None is `inexact`, because each block has a scale of its own.
+// Workspace: El words.
+void fp4_stats(QuantizationStats* stats, const floatX* x, Ragged groups, int64_t columns, Fp4Blocks blocks, Ctx* ctx);

@@ -1,0 +1,292 @@
+// NVFP4 and MXFP4 fake quantization. Nearest: bit for bit against goldens by fouroversix and torchao
+// (scripts/make_fp4_golden.py). Stochastic: unbiased, reproducible, the same in any parts. The Hadamard transform:
+// orthogonal. Groups: each is its own tensor, also empty ones.
+#include "data/safetensors.h"
+#include "mx/formats.h"
+#include "mx/fp4.h"
+#include "tests/test.h"
+
+enum { ROWS = 64, COLUMNS = 96, COUNT = ROWS * COLUMNS };
+static const Draw nearest = {NULL, 0};
+static Ragged groups_of(int32_t count, int64_t rows) {
+    const Ragged groups = {count, rows, NULL, NULL, NULL, NULL, NULL};
+    return groups;
+}
+
+static real* room(int64_t n) {
+    real* x = malloc((size_t)n * sizeof(real));
+    for (int64_t i = 0; i < n; i++) x[i] = NAN;
+    return x;
+}
+
+static real* golden(const SafeTensors* st, const char* name) {
+    float* f = malloc(COUNT * sizeof(float));
+    const StTensor* t = st_find(st, name);
+    CHECK(t && t->bytes == COUNT * 4 && st_read(st, t, 0, COUNT, f) == 0, "%s", name);
+    real* x = room(COUNT);
+    for (int i = 0; i < COUNT; i++) x[i] = f[i];
+    free(f);
+    return x;
+}
+
+static void check_same(const real* got, const real* want, int64_t n, const char* what) {
+    int64_t wrong = 0, first = 0;
+    for (int64_t i = 0; i < n; i++)
+        if (isnan(want[i]) ? !isnan(got[i]) : got[i] != want[i] || !signbit(got[i]) != !signbit(want[i]))
+            if (wrong++ == 0) first = i;
+    CHECK(wrong == 0, "%s: %d differ, the first at %d is %.9g, not %.9g", what, (int)wrong, (int)first,
+          (double)got[first], (double)want[first]);
+}
+
+static void test_golden(void) {
+    static const struct {
+        const char *x, *values;
+        Fp4Blocks blocks;
+    } cases[] = {{"x", "x.nvfp4", {NVFP4_SIX, 1, 16}},
+                 {"third", "third.nvfp4", {NVFP4_SIX, 1, 16}},
+                 {"x", "x.nvfp4.tiles", {NVFP4_SIX, 16, 16}},
+                 {"x", "x.nvfp4-46", {NVFP4_FOUR_SIX, 1, 16}},
+                 {"third", "third.nvfp4-46", {NVFP4_FOUR_SIX, 1, 16}},
+                 {"x", "x.nvfp4-46.tiles", {NVFP4_FOUR_SIX, 16, 16}},
+                 {"x", "x.mxfp4.rceil", {MX_RCEIL, 1, 32}},
+                 {"special", "special.mxfp4.rceil", {MX_RCEIL, 1, 32}},
+                 {"x", "x.mxfp4.floor", {MX_FLOOR, 1, 32}}};
+    char error[256];
+    SafeTensors* st = st_open("tests/golden/fp4.safetensors", error, sizeof(error));
+    CHECK(st, "%s", error);
+    if (!st) return;
+    Ctx* ctx = ctx_create(0);
+    for (int i = 0; i < (int)(sizeof(cases) / sizeof(cases[0])); i++) {
+        real *x = golden(st, cases[i].x), *want = golden(st, cases[i].values), *out = room(COUNT), *back = room(COUNT);
+        real *turned = room(COUNT), *turned_out = room(COUNT);
+        Fp4Blocks down = cases[i].blocks;
+        fp4_round(out, back, x, groups_of(1, ROWS), COLUMNS, down, nearest, ctx);
+        check_same(out, want, COUNT, cases[i].values);
+        for (int k = 0; k < COUNT; k++) turned[k] = x[k % ROWS * COLUMNS + k / ROWS];
+        // The transposed copy; and blocks down the columns of the transposed x, in place.
+        for (int k = 0; k < COUNT; k++) turned_out[k] = want[k % ROWS * COLUMNS + k / ROWS];
+        check_same(back, turned_out, COUNT, "the transposed copy");
+        down.high = cases[i].blocks.wide, down.wide = cases[i].blocks.high;
+        fp4_round(turned, NULL, turned, groups_of(1, COLUMNS), ROWS, down, nearest, ctx);
+        check_same(turned, turned_out, COUNT, "down the columns");
+        free(x), free(want), free(out), free(back), free(turned), free(turned_out);
+    }
+    ctx_destroy(ctx);
+    st_close(st);
+}
+
+// A tensor of NVFP4 with NaN or Inf becomes NaN; zeros stay zeros with their signs; the smallest tensors stay finite.
+static void test_special_values(void) {
+    const Fp4Blocks nv = {NVFP4_SIX, 1, 16};
+    Ctx* ctx = ctx_create(0);
+    real x[32] = {0}, out[32];
+    x[3] = -(real)0;
+    fp4_round(out, NULL, x, groups_of(1, 1), 32, nv, nearest, ctx);
+    check_same(out, x, 32, "zeros");
+    for (int e = -149; e < 128; e++) {
+        x[7] = (real)ldexp(1, e);
+        fp4_round(out, NULL, x, groups_of(1, 1), 32, nv, nearest, ctx);
+        for (int i = 0; i < 32; i++) CHECK(isfinite(out[i]) && (i == 7 || out[i] == 0), "2^%d: %g", e, (double)out[i]);
+        // 1 / (2688 / amax), e4m3 and the product each round once, 2^-24 each.
+        if (e > -100) CHECK(fabs((double)out[7] / (double)x[7] - 1) < 2e-7, "2^%d is %g", e, (double)out[7]);
+    }
+    for (int broken = 0; broken < 2; broken++) {
+        x[7] = broken ? (real)INFINITY : (real)NAN;
+        fp4_round(out, NULL, x, groups_of(1, 1), 32, nv, nearest, ctx);
+        for (int i = 0; i < 32; i++) CHECK(isnan(out[i]), "element %d is %g", i, (double)out[i]);
+    }
+    ctx_destroy(ctx);
+}
+
+// Each group is a tensor of its own: rounding it alone gives the same. Rows of no group are not touched. An expert may
+// have no rows, or all of them.
+static void test_groups(void) {
+    static int64_t starts[][5] = {{0, 19, 19, 20, 50}, {0, 0, 50, 50, 50}};
+    Ctx* ctx = ctx_create(0);
+    real* x = random_tensor(COUNT, 1);
+    for (int i = 19 * COLUMNS; i < COUNT; i++) x[i] *= 7;
+    for (int c = 0; c < 2; c++)
+        for (int down = 0; down < 2; down++) {
+            const Fp4Blocks blocks = {NVFP4_SIX, down ? 16 : 1, down ? 1 : 16};
+            int32_t rows[4];
+            for (int g = 0; g < 4; g++) rows[g] = (int32_t)(starts[c][g + 1] - starts[c][g]);
+            const Ragged ragged = {4, ROWS, starts[c], rows, NULL, NULL, NULL};
+            real *out = room(COUNT), *want = room(COUNT);
+            fp4_round(out, NULL, x, ragged, COLUMNS, blocks, nearest, ctx);
+            for (int g = 0; g < 4; g++) {
+                const int64_t at = starts[c][g] * COLUMNS;
+                fp4_round(want + at, NULL, x + at, groups_of(1, rows[g]), COLUMNS, blocks, nearest, ctx);
+            }
+            check_same(out, want, COUNT, "groups");
+            free(out), free(want);
+        }
+    free(x);
+    ctx_destroy(ctx);
+}
+
+// The squared error of a block, rounded to nearest with this scale.
+static double error_of(const real* x, int n, double scale) {
+    static const double list[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    double sum = 0;
+    for (int i = 0; i < n; i++) {
+        double least = INFINITY;
+        for (int k = 0; k < 8; k++) least = fmin(least, fabs(fabs((double)x[i]) - list[k] * scale));
+        sum += least * least;
+    }
+    return sum;
+}
+
+// The mean over `TRIES` steps, for blocks whose largest element is a value of the format, so that nothing saturates. An
+// element between neighbours lo and hi is a coin with p = (x - lo) / (hi - lo). The mean of TRIES coins has sigma (hi -
+// lo) sqrt(p (1 - p) / TRIES). Of 6,000 elements one is beyond five sigma with probability 3e-3, and the seed is fixed.
+static void test_unbiased(void) {
+    enum { TRIES = 400 };
+    Ctx* ctx = ctx_create(0);
+    for (int rule = MX_RCEIL; rule <= NVFP4_FOUR_SIX; rule += rule == MX_RCEIL ? 2 : 1) {
+        const int wide = rule == MX_RCEIL ? 32 : 16;
+        const Fp4Blocks blocks = {rule, 1, wide};
+        real *x = random_tensor(COUNT, 2), *out = room(COUNT);
+        double* sum = calloc(COUNT, sizeof(double));
+        for (int i = 0; i < COUNT; i++) x[i] = i % wide == 3 ? 2688 : (real)fmax(-2688, fmin(2688, 600 * (double)x[i]));
+        double worst = 0, all = 0;
+        for (int step = 1; step <= TRIES; step++) {
+            const BatchDraws draws = {(uint64_t)step, 0};
+            const Draw draw = {&draws, 9};
+            fp4_round(out, NULL, x, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
+            for (int i = 0; i < COUNT; i++) sum[i] += (double)out[i] / TRIES;
+        }
+        int fours = 0;
+        for (int i = 0; i < COUNT; i++) {
+            // 2688 = 6 448 = 4 672. MXFP4 takes the scale 512.
+            const real* block = x + i / wide * wide;
+            const int four = rule == NVFP4_FOUR_SIX && error_of(block, wide, 672) < error_of(block, wide, 448);
+            const double scale = rule == MX_RCEIL ? 512 : four ? 672 : 448;
+            fours += four;
+            const double a = fabs((double)(float)x[i]) / scale,
+                         step = a < 2   ? 0.5
+                                : a < 4 ? 1
+                                        : 2,
+                         p = a / step - floor(a / step);
+            if (a > 6) continue;
+            const double sigma = scale * step * sqrt(p * (1 - p) / TRIES);
+            const double off = fabs(sum[i] - (double)x[i]) - 1e-3;  // probabilities of 24 bits
+            worst = fmax(worst, off / (sigma + 1e-9));
+            if (sigma > 0.1) all += (sum[i] - (double)x[i]) / sigma / COUNT;
+        }
+        CHECK(rule != NVFP4_FOUR_SIX || (fours > 0 && fours < COUNT), "%d elements have a 4", fours);
+        CHECK(worst < 5, "an element is %g sigma from its mean", worst);
+        CHECK(fabs(all) < 5 / sqrt(COUNT), "all elements are %g sigma off", all);
+        free(x), free(out), free(sum);
+    }
+    ctx_destroy(ctx);
+}
+
+// The random numbers are those of (key, stream, element): the same again, others if one of them differs, and the
+// same when the rows come in two parts.
+static void test_draws(void) {
+    Ctx* ctx = ctx_create(0);
+    real *x = random_tensor(COUNT, 3), *out = room(COUNT), *other = room(COUNT);
+    for (int down = 0; down < 2; down++) {
+        const Fp4Blocks blocks = {MX_RCEIL, down ? 32 : 1, down ? 1 : 32};
+        const BatchDraws base = {7, 640}, second = {7, 640 + ROWS / 2};
+        const BatchDraws others[] = {{8, 640}, {7, 704}, base};
+        const Draw draw = {&base, 9}, late = {&second, 9};
+        fp4_round(out, NULL, x, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
+        fp4_round(other, NULL, x, groups_of(1, ROWS / 2), COLUMNS, blocks, draw, ctx);
+        fp4_round(other + COUNT / 2, NULL, x + COUNT / 2, groups_of(1, ROWS / 2), COLUMNS, blocks, late, ctx);
+        check_same(other, out, COUNT, "two parts");
+        for (int i = 0; i < 3; i++) {
+            const Draw changed = {&others[i], 9 + (i == 2)};
+            fp4_round(other, NULL, x, groups_of(1, ROWS), COLUMNS, blocks, changed, ctx);
+            int64_t same = 0;
+            for (int k = 0; k < COUNT; k++) same += out[k] == other[k];
+            // Two coins differ with probability 2 p (1 - p), a third for an even p.
+            CHECK(same < COUNT * 0.8, "change %d: %d elements are the same", i, (int)same);
+        }
+        // Each element has its own number: of 31 equal ones in a block, halfway between neighbours, some go up.
+        for (int k = 0; k < COUNT; k++) other[k] = (down ? k / COLUMNS : k) % 32 ? (real)1.25 : 6;
+        fp4_round(other, NULL, other, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
+        for (int b = 0; b < COUNT / 32; b++) {
+            int up = 0;
+            for (int k = 0; k < 32; k++)
+                up += other[down ? (b / COLUMNS * 32 + k) * COLUMNS + b % COLUMNS : b * 32 + k] == (real)1.5;
+            CHECK(up > 0 && up < 31, "block %d: %d of 31 go up", b, up);
+        }
+    }
+    free(x), free(out), free(other);
+    ctx_destroy(ctx);
+}
+
+// H S of unit vectors has orthonormal columns, exactly: the entries are +-1/4. Its signs are not all equal, and H is
+// its own inverse. A short block stays as it is, and dy^T x keeps its value.
+static void test_hadamard(void) {
+    Ctx* ctx = ctx_create(0);
+    enum { N = FP4_HADAMARD };
+    real unit[N * N] = {0}, m[N * N], again[N * N];
+    for (int i = 0; i < N; i++) unit[i * N + i] = 1;
+    fp4_hadamard(m, unit, groups_of(1, N), N, ctx);
+    int negative = 0;
+    for (int i = 0; i < N; i++)
+        for (int j = 0; j < N; j++) {
+            double columns = 0;
+            for (int k = 0; k < N; k++) columns += (double)m[k * N + i] * (double)m[k * N + j];
+            CHECK(columns == (i == j), "columns %d and %d: %g", i, j, columns);
+            CHECK(fabs((double)m[i * N + j]) == 0.25, "entry %g", (double)m[i * N + j]);
+            negative += i == 0 && m[j] < 0;
+        }
+    CHECK(negative > 0 && negative < N, "%d signs are negative", negative);
+    // S H S H = 1: row 0 of H is all 1/4, so m's row 0 has the signs.
+    for (int i = 0; i < N * N; i++) again[i] = m[i] * 16 * m[i / N] * m[i % N];
+    fp4_hadamard(again, again, groups_of(1, N), N, ctx);
+    for (int i = 0; i < N * N; i++) CHECK((double)again[i] == (double)unit[i], "H H has %g at %d", (double)again[i], i);
+
+    real *x = random_tensor(COUNT, 4), *out = room(COUNT);
+    fp4_hadamard(out, x, groups_of(1, 45), COLUMNS, ctx);
+    check_same(out + 32 * COLUMNS, x + 32 * COLUMNS, 13 * COLUMNS, "a short block");
+    CHECK(isnan(out[45 * COLUMNS]), "a row after the group is written");
+    for (int i = 0; i < COLUMNS; i++) {
+        double before = 0, after = 0;
+        for (int r = 0; r < 45; r++) {
+            before += (double)x[r * COLUMNS] * (double)x[r * COLUMNS + i];
+            after += (double)out[r * COLUMNS] * (double)out[r * COLUMNS + i];
+        }
+        CHECK(fabs(before - after) < 1e-4, "product %d is %g, not %g", i, after, before);  // 45 terms of float32
+    }
+    free(x), free(out);
+    ctx_destroy(ctx);
+}
+
+// Sums over the values of fp4_round, for tiles and for rows.
+static void test_stats(void) {
+    Ctx* ctx = ctx_create(0);
+    real *x = random_tensor(COUNT, 5), *out = room(COUNT);
+    for (int high = 1; high <= 16; high += 15) {
+        const Fp4Blocks blocks = {NVFP4_SIX, high, 16};
+        QuantizationStats got = {0}, want = {0};
+        fp4_stats(&got, x, groups_of(2, ROWS / 2), COLUMNS, blocks, ctx);
+        fp4_round(out, NULL, x, groups_of(2, ROWS / 2), COLUMNS, blocks, nearest, ctx);
+        for (int i = 0; i < COUNT; i++) {
+            const double a = (float)x[i], b = (float)out[i];
+            want.elements += a != 0, want.flushed += a != 0 && b == 0;
+            want.signal += a * a, want.noise += (a - b) * (a - b);
+        }
+        CHECK(got.elements == want.elements && got.flushed == want.flushed, "counts");
+        CHECK(fabs(got.signal / want.signal - 1) < 1e-12 && fabs(got.noise / want.noise - 1) < 1e-12, "sums");
+        // A Gaussian in NVFP4 has about 20 dB.
+        const double snr = 10 * log10(got.signal / got.noise);
+        CHECK(snr > 15 && snr < 25, "%g dB", snr);
+    }
+    free(x), free(out);
+    ctx_destroy(ctx);
+}
+
+int main(void) {
+    RUN(test_golden);
+    RUN(test_special_values);
+    RUN(test_groups);
+    RUN(test_unbiased);
+    RUN(test_draws);
+    RUN(test_hadamard);
+    RUN(test_stats);
+    return test_summary();
+}

@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Runs in NVFP4 and MXFP4: TRAIN_MOE=build/cpu/train_moe python3 tests/mx/test_fp4_runs.py
+
+A number of stochastic rounding depends on seed, step, tensor and element alone. So a resumed run, and one with activation
+checkpointing, equal the plain one bit for bit.
+"""
+import pathlib
+import shutil
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from cli import Case, curve, main, read_log  # noqa: E402
+
+FITS = dict(kv_lora=32, expert_ffn=32, layers=3, tokens_per_step=128)
+PRECISIONS = ("nvfp4", {}), ("nvfp4-46", {}), ("mxfp4", dict(mtp=1)), ("mxfp4-weights", {})
+
+
+class Runs(Case):
+    def test_resume(self):
+        """After a kill between checkpoints, when the log is ahead of the newest one."""
+        for precision, more in PRECISIONS:
+            with self.subTest(precision):
+                options = dict(precision=precision, **FITS, **more)
+                out = self.copy_of(self.reference(**options))
+                shutil.rmtree(out / "step_00000020")
+                done = self.train(out="run", resume=True, steps=20, **options)
+                self.assertIn("resumed    from run/step_00000010", done.stdout)
+                self.assert_same_run(out, self.reference(**options), 20)
+
+    def test_recompute(self):
+        for precision, more in PRECISIONS:
+            for recompute in ("moe", "block"):
+                with self.subTest(precision, recompute=recompute):
+                    options = dict(precision=precision, **FITS, **more)
+                    self.assert_same_run(self.reference(recompute=recompute, **options), self.reference(**options), 20)
+
+    def test_a_name_is_a_format(self):
+        """Each name trains, with losses of its own."""
+        names = "bf16", "mxfp8-exact", *(name for name, _ in PRECISIONS)
+        losses = [[step["loss"] for step in curve(self.reference(precision=name, **FITS))] for name in names]
+        self.assertEqual(len({run[-1] for run in losses}), len(names))
+        for name, run in zip(names, losses):
+            self.assertLess(run[-1], losses[0][0] - 0.5, name)
+
+    def test_statistics(self):
+        """--mx-stats has a line for each quantized operand, and changes no bit. The last block of four is in bf16 with NVFP4.
+
+        Numbers like Gaussian ones have an SNR of about 20 dB in NVFP4 and 18 dB in MXFP4, 19 dB in blocks along IC.
+        """
+        linear, dense, experts = 3, 2, 4
+        for precision, lines, last in (("nvfp4", 3 * (3 * linear + dense + 2 * experts), 2),
+                                       ("nvfp4-46", 3 * (3 * linear + dense + 2 * experts), 2),
+                                       ("mxfp4", 3 * (4 * linear + dense + 3 * experts), 3), ("mxfp4-weights", 3 * 2, 3)):
+            with self.subTest(precision):
+                options = dict(precision=precision, **{**FITS, "layers": 4})
+                out = self.reference(mx_stats=20, **options)
+                self.assert_same_run(out, self.reference(**options), 20)
+                stats = read_log(out)[1][-1]["mx_stats"]
+                self.assertEqual((len(stats), max(line["layer"] for line in stats)), (lines, last))
+                for line in stats:
+                    self.assertTrue(13 < line["snr_db"] < 25, line)
+        # No operand is quantized: an empty list.
+        out = self.reference(expert_precision="nvfp4", dense_layers=3, mx_stats=20, **{**FITS, "layers": 4})
+        self.assertEqual(read_log(out)[1][-1]["mx_stats"], [])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""MXFP4 values of scripts/export.py --experts mxfp4: python3 tests/tools/test_export_fp4.py"""
+import pathlib
+import sys
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+
+
+class Values(unittest.TestCase):
+    def test_golden(self):
+        """The values are those of fouroversix (tests/golden/fp4.safetensors), for blocks that bf16 holds."""
+        import export
+        import numpy as np
+        from safetensors.numpy import load_file
+        tensors = load_file(ROOT / "tests/golden/fp4.safetensors")
+        x, want = (tensors[name].reshape(-1, 32) for name in ("x", "x.mxfp4.rceil"))
+        held = ((x.view("uint32") & 0xFFFF) == 0).all(1)
+        self.assertGreaterEqual(int(held.sum()), 4)
+        self.assertEqual(export.mxfp4(x[held]).tobytes(), want[held].tobytes())
+        # The others after rounding to bf16, which must not change a value by more than a step.
+        got = export.mxfp4(x)
+        self.assertLess(float((got != want).mean()), 0.02)
+        self.assertTrue((np.abs(got - want) <= np.abs(x).max(1, keepdims=True) / 2).all())
+        self.assertEqual(int((got.view("uint32") & 0xFFFF).max()), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
