@@ -2,12 +2,14 @@
 """Training of a DeepSeek-style model in PyTorch on one GPU, written for speed: the yardstick of a whole step.
 
 It uses torch.compile, cuDNN attention, torch._grouped_mm over tokens sorted by expert, fused AdamW, and bf16 autocast
-over float32 weights. Presets, learning rates and clipping are those of train_moe. Windows are drawn once per epoch, in
+over float32 weights. With --optimizer muon the matrices of the blocks have Muon (layers/muon.h), all matrices of a shape
+in one compiled batch. Presets, learning rates and clipping are those of train_moe. Windows are drawn once per epoch, in
 an order that differs from that of train_moe:
 
     python3 bench/torch_gpu.py --model small --vocab 32000 --batch 16 --seq-len 1024 --steps 200 --force-balance
     python3 bench/torch_gpu.py --model small --vocab 32000 --batch 16 --seq-len 1024 --steps 1830 --lr 1e-3 --warmup 100 \\
         --train 'corpus/x_train_*.bin' --val 'corpus/x_val_*.bin' --val-every 183 --log torch.jsonl
+    python3 bench/torch_gpu.py --dense-layers 8 --dense-ffn 1944 --optimizer muon ...      a dense model
 
 Load balancing follows DeepSeek-V3: each step changes an expert's selection bias by --bias-rate, up if its load is below
 the mean and down if above. The option --init FOLDER reads sizes and weights from a checkpoint (its
@@ -27,6 +29,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from muon_torch import orthogonalize
 
 # The sizes of docs/model.md, with the names of config.json.
 COMMON = dict(q_lora_rank=None, first_k_dense_replace=1, rope_theta=10000.0, rms_norm_eps=1e-6, routed_scaling_factor=1.0)
@@ -163,6 +167,33 @@ class Model(nn.Module):
         return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
+class Muon:
+    """Muon of Moonlight (layers/muon.h) for the matrices of some parameters, with a learning rate and weight decay."""
+
+    def __init__(self, params, lr, momentum, weight_decay, compiled):
+        self.groups = {}  # by the shape of the matrices
+        for p in params:
+            self.groups.setdefault(p.shape[-2:], []).append(p)
+        self.state = {shape: torch.zeros(sum(p.numel() // shape.numel() for p in group), *shape, device=group[0].device)
+                      for shape, group in self.groups.items()}
+        self.param_groups = [{"lr": lr}]
+        self.momentum, self.weight_decay = momentum, weight_decay
+        self.direction = torch.compile(self.nesterov) if compiled else self.nesterov
+
+    def nesterov(self, m, g):
+        m.mul_(self.momentum).add_(g)
+        return orthogonalize((g + self.momentum * m).bfloat16())
+
+    @torch.no_grad()
+    def step(self):
+        lr = self.param_groups[0]["lr"]
+        for shape, group in self.groups.items():
+            update = self.direction(self.state[shape], torch.cat([p.grad.view(-1, *shape) for p in group]))
+            parts = update.split([p.numel() // shape.numel() for p in group])
+            torch._foreach_mul_(group, 1 - lr * self.weight_decay)
+            torch._foreach_add_(group, [u.view_as(p).float() for u, p in zip(parts, group)], alpha=-lr)
+
+
 def load_weights(model, folder):
     """Loads the weights of a checkpoint. Experts are stacked; other parameters have the names of the model."""
     from safetensors import safe_open
@@ -233,10 +264,13 @@ def main():
     parser.add_argument("--model", choices=PRESETS, default="small")
     parser.add_argument("--init", type=pathlib.Path, help="a checkpoint's folder: sizes and weights")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--dense-layers", type=int, help="first blocks with a dense MLP")
+    parser.add_argument("--dense-ffn", type=int, help="its hidden width")
     parser.add_argument("--vocab", type=int)
     for name, value in ("batch", 16), ("seq-len", 1024), ("steps", 200), ("seed", 1), ("val-every", 0), ("val-tokens", 200_000):
         parser.add_argument(f"--{name}", type=int, default=value)
-    for name, value in ("lr", 1e-3), ("warmup", 0.05), ("final-lr-frac", 0.1), ("weight-decay", 0.1), ("clip", 1.0), ("bias-rate", 1e-3):
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    for name, value in ("lr", 1e-3), ("muon-lr", 2e-3), ("muon-momentum", 0.95), ("warmup", 0.05), ("final-lr-frac", 0.1), ("weight-decay", 0.1), ("clip", 1.0), ("bias-rate", 1e-3):
         parser.add_argument(f"--{name}", type=float, default=value)
     parser.add_argument("--train", help="shards, as a glob; without it random tokens")
     parser.add_argument("--val", help="shards, as a glob")
@@ -249,6 +283,8 @@ def main():
     sizes = json.loads((args.init / "config.json").read_text()) if args.init else dict(PRESETS[args.model])
     sizes["num_hidden_layers"] = args.layers or sizes["num_hidden_layers"]
     sizes["vocab_size"] = args.vocab = args.vocab or sizes["vocab_size"]
+    sizes["first_k_dense_replace"] = args.dense_layers or sizes["first_k_dense_replace"]
+    sizes["intermediate_size"] = args.dense_ffn or sizes["intermediate_size"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -261,18 +297,24 @@ def main():
         return torch.autocast(device, torch.bfloat16)
 
     run = model if args.eager or device == "cpu" else torch.compile(model, dynamic=False)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
+    by_muon = [p for name, p in model.named_parameters()
+               if args.optimizer == "muon" and p.dim() > 1 and name.startswith("layers") and "mlp.gate." not in name]
+    chosen = {id(p) for p in by_muon}
+    decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in chosen]
     other = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": args.weight_decay}, {"params": other, "weight_decay": 0.0}],
-                                  lr=args.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    optimizers = [(args.lr, torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": args.weight_decay}, {"params": other, "weight_decay": 0.0}],
+        lr=args.lr, betas=(0.9, 0.95), eps=1e-8, fused=True))]
+    if by_muon:
+        optimizers.append((args.muon_lr, Muon(by_muon, args.muon_lr, args.muon_momentum, args.weight_decay, run is not model)))
     warmup = max(1, round(args.warmup * args.steps) if args.warmup < 1 else int(args.warmup))
     biased = [m for m in model.modules() if isinstance(m, Moe)]
 
-    def learning_rate(step):  # steps count from 1: linear warm-up, then a cosine
+    def schedule(step):  # steps count from 1: linear warm-up, then a cosine
         if step <= warmup:
-            return args.lr * step / warmup
+            return step / warmup
         done = (step - warmup) / max(1, args.steps - warmup)
-        return args.lr * (args.final_lr_frac + (1 - args.final_lr_frac) * (1 + math.cos(math.pi * done)) / 2)
+        return args.final_lr_frac + (1 - args.final_lr_frac) * (1 + math.cos(math.pi * done)) / 2
 
     # Data and log.
     train = shards(args.train) if args.train else None
@@ -287,7 +329,7 @@ def main():
         # Compilation, before the timing starts. The batch is random; no weight is updated.
         with autocast():
             run(*next(batches(args, None, device, torch.Generator().manual_seed(0)))).backward()
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         for moe in biased:
             moe.load.zero_()
 
@@ -298,14 +340,16 @@ def main():
                 torch.cuda.synchronize()
             start = time.perf_counter()
             for step in range(first, last + 1):
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step)
+                for peak, optimizer in optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = peak * schedule(step)
                 with autocast():
                     loss = run(*next(feed))
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                for _, optimizer in optimizers:
+                    optimizer.step()
+                model.zero_grad(set_to_none=True)
                 with torch.no_grad():
                     for moe in biased:
                         moe.bias += args.bias_rate * torch.sign(moe.load.mean() - moe.load)
