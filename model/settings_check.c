@@ -154,6 +154,9 @@ static void check_run(const Settings* s) {
     // 0 means no clipping, so a tiny value is a mistake.
     if (s->clip > 0 && s->clip < 1e-30)
         die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
+    if (s->z_loss > 0 && s->model.score == SCORE_SOFTMAX)
+        die(EXIT_USAGE, "--z-loss %g is for --score sigmoid: softmax scores do not have the size of their logits",
+            s->z_loss);
 
     // Allowed, but hardly meant: warnings.
     if (s->warmup_steps > (double)s->steps && s->schedule != SCHEDULE_CONSTANT)

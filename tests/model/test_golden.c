@@ -119,7 +119,8 @@ static void check_golden(const char* path) {
     free(got);
 
     model_loss(m, m->step.state, (float)(1.0 / (double)N));
-    model_backward(m, 0, 1);
+    const RouterLosses none = {0, 0};
+    model_backward(m, none, 1);
     StepState state = state_of(m);
     want = golden_read(st, "", "loss", 1 + s.model.mtp);
     for (int64_t k = 0; k <= s.model.mtp; k++) {

@@ -236,6 +236,10 @@ class BadOptions(Case):
         for options in (dict(route_norm=0), dict(route_norm=1, dense_layers=2)):
             self.assertEqual(self.train(top_k=1, dry_run=True, **options).stderr, "")
 
+    def test_z_loss_needs_sigmoid_scores(self):
+        done = self.train(z_loss=1e-3, score="softmax", dry_run=True, code=2)
+        self.assertIn("--z-loss 0.001 is for --score sigmoid", done.stderr)
+
     def test_moments_in_bf16(self):
         """bf16 moments take half the memory; a --beta2 whose updates would be lost in rounding gets a warning."""
         planned = {kind: self.train(dry_run="all", moments=kind).stdout for kind in ("float32", "bf16")}
