@@ -598,7 +598,7 @@ class Reports(Case):
 
     def test_version(self):
         build = r"CUDA \d+\.\d+ build in bf16" if "/cuda/" in PROGRAM else "CPU build in float(32|64)"
-        self.assertRegex(self.call([PROGRAM, "--version"]).stdout, rf"^train_moe (unknown|\S*[0-9a-f]{{7}}\S*), {build}, .+\d\n$")
+        self.assertRegex(self.call([PROGRAM, "--version"]).stdout, rf"^train_moe \d+\.\d+\.\d+, commit (unknown|\S*[0-9a-f]{{7}}\S*), {build}, .+\d\n$")
 
     @unittest.skipUnless(shutil.which("git") and shutil.which("make"), "needs git and make")
     def test_commit_of_a_build(self):

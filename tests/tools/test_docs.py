@@ -100,6 +100,13 @@ class Docs(unittest.TestCase):
                 made, = [path for path in (ROOT / "docs", ROOT / "bench") if (path / f"{name}.svg").exists()]
                 self.assertEqual((pathlib.Path(folder) / f"{name}.svg").read_text(), (made / f"{name}.svg").read_text(), name)
 
+    def test_version(self):
+        """The program, the newest entry of CHANGELOG.md and CITATION.cff have one version, the pages one date."""
+        said = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, check=True).stdout
+        entry = re.search(r"(?m)^## ([\d.]+) - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text()).groups()
+        cited = [re.findall(rf"(?m)^{key}: (\S+)$", (ROOT / "CITATION.cff").read_text()) for key in ("version", "date-released")]
+        self.assertEqual([re.match(r"train_moe ([\d.]+), ", said)[1], *entry], [cited[0][0], cited[0][0], cited[1][0]])
+
     @unittest.skipUnless(shutil.which("git") and (ROOT / ".git").exists(), "needs git and the repository")
     def test_commands_run(self):
         """The pages' commands run for two steps each, in a copy of the tree, and undo their changes.
