@@ -127,8 +127,8 @@ format:
 stamp = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 build/%/libraries: FORCE
 	$(call stamp,$(RANKS) $(SPLIT))
-# For device/version.o alone. A source tree without git has none.
-COMMIT = $(or $(if $(wildcard .git),$(shell git describe --always --dirty 2>/dev/null)),unknown)
+# For device/version.o alone, never the name of a tag. A source tree without git has none.
+COMMIT = $(or $(if $(wildcard .git),$(shell git describe --always --dirty --exclude='*' 2>/dev/null)),unknown)
 build/%/commit: FORCE
 	$(call stamp,$(COMMIT))
 $(CUDA)/archs: FORCE

@@ -36,7 +36,7 @@ speed() {
         echo "$name: failed: $(tail -n 1 "$folder/output")"
         return
     }
-    median=$(sed -n 's/^step .*  \([0-9.]*\) ms  \([0-9]*\) tok\/s.*/\1 ms, \2 tokens\/s/p' "$folder/output" | tail -n +3 |
+    median=$(sed -n 's/^step .* \([0-9.]*\) ms *\([0-9]*\) tok\/s.*/\1 ms, \2 tokens\/s/p' "$folder/output" | tail -n +3 |
         sort -n | awk '{ line[NR] = $0 } END { print NR ? line[int((NR + 1) / 2)] : "no steps" }')
     echo "$name: $median; $*"
 }

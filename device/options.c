@@ -221,12 +221,12 @@ void options_print(const Option* table, int count, const void* values, const voi
     const char* group = "";
     for (int i = 0; i < count; i++) {
         if (defaults && option_same(&table[i], values, defaults)) continue;
-        if (strcmp(table[i].group, group) != 0) column = printf("%s%-10s", *group ? "\n" : "", table[i].group);
+        if (strcmp(table[i].group, group) != 0) column = printf("%s%-9s", *group ? "\n" : "", table[i].group);
         group = table[i].group;
         char *value = option_text(&table[i], values), *text = host_printable(value, strlen(value), "");
         const char* shown = *text ? text : "''";
         // A line that would be too long goes on below, behind the column of the group.
-        if (column + strlen(table[i].name) + strlen(shown) + 3 > 120) column = printf("\n%-10s", "") - 1;
+        if (column + strlen(table[i].name) + strlen(shown) + 3 > 120) column = printf("\n%-9s", "") - 1;
         column += printf("  %s %s", table[i].name, shown);
         free(value);
         free(text);

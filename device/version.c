@@ -2,6 +2,7 @@
 
 #include <stdio.h>
 
+#define VERSION "0.1.0"  // CHANGELOG.md and CITATION.cff have it too
 #define AS_TEXT(macro) AS_WRITTEN(macro)
 #define AS_WRITTEN(word) #word
 
@@ -11,7 +12,8 @@ const char* version_text(void) {
     const char* cuda = "CUDA " AS_TEXT(__CUDACC_VER_MAJOR__) "." AS_TEXT(__CUDACC_VER_MINOR__);
     const char* type = sizeof(floatX) == 2 ? "bf16" : sizeof(floatX) == 4 ? "float32" : "float64";
     const char* compiler = __VERSION__;  // gcc's is a number alone
-    snprintf(text, sizeof(text), "train_moe %s, %s build in %s, %s%s", COMMIT, BACKEND == BACKEND_CUDA ? cuda : "CPU",
-             type, *compiler >= '0' && *compiler <= '9' ? "gcc " : "", compiler);
+    snprintf(text, sizeof(text), "train_moe " VERSION ", commit %s, %s build in %s, %s%s", COMMIT,
+             BACKEND == BACKEND_CUDA ? cuda : "CPU", type, *compiler >= '0' && *compiler <= '9' ? "gcc " : "",
+             compiler);
     return text;
 }

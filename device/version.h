@@ -1,8 +1,8 @@
-// The version of the program: commit, build, number type and compiler.
+// The version of the program, its commit, build, number type and compiler.
 #pragma once
 
 #include "device/types.h"
 
-// "train_moe 1d542aa, CPU build in float32, gcc 12.2.0". The Makefile defines COMMIT for this file alone, so that a
-// commit does not rebuild the others.
+// "train_moe 0.1.0, commit 1d542aa, CPU build in float32, gcc 12.2.0". The Makefile defines COMMIT for this file alone,
+// so that a commit does not rebuild the others.
 const char* version_text(void);

@@ -37,7 +37,8 @@ static double flops_of_muon(const Settings* s) {
 static void report_muon(const Settings* s) {
     const double muon = flops_of_muon(s);
     const double all = muon + (double)s->tokens_per_step * flops_per_token(&s->model, s->seq_len);
-    printf("optimizer  Muon: %.4g FLOPs a step, %.1f %% of all\n", muon, 100 * muon / all);
+    char flops[16];
+    printf("optimizer  Muon: %s FLOPs a step, %.1f %% of all\n", big(flops, muon), 100 * muon / all);
     if (muon > all / 3)
         warn("--optimizer muon takes %.0f %% of a step's FLOPs; a larger --tokens-per-step%s lowers that",
              100 * muon / all, s->ranks > 1 && s->shard == SHARD_NONE ? " or --shard optimizer" : "");
@@ -89,8 +90,9 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
     const int64_t windows = shards_windows(train);
     const Mixture* mixture = shards_mixture(train);
     const double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
-    printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(train),
-           shards_tokens(train), windows, s->seq_len, epochs, s->steps);
+    const int shards = shards_count(train);
+    printf("data       %d shard%s, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps of %ld tokens)\n", shards,
+           shards == 1 ? "" : "s", shards_tokens(train), windows, s->seq_len, epochs, s->steps, s->tokens_per_step);
     for (int k = 0; k < mixture->count && mixture->count > 1; k++) {
         const MixtureSet* set = &mixture->sets[k];
         const double share = (double)set->part / (double)mixture->period;
@@ -127,7 +129,8 @@ void report_device(const Model* m) {
     if (m->layout.ranks > 1) printf("ranks      %d, %d share a set of experts\n", m->layout.ranks, m->layout.ep);
     if (m->layout.ep > 1)
         printf("dispatch   %s%s%s\n", dispatch, m->no_windows ? ": " : "", m->no_windows ? m->no_windows : "");
-    printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
+    if (BACKEND == BACKEND_CUDA)
+        printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
 }
 
 void report_quantization(char** line, const Model* m, const QuantizationStats* sums) {

@@ -114,7 +114,7 @@ const Option settings_table[] = {
           "with --dry-run: ranks to plan for; 0: those of mpirun or srun"),
     NUMBER("run", "gpu-memory", gpu_memory, "0", 0, 1e6, ONCE,
            "with --dry-run: plan the CUDA build for a GPU of that many GiB; 0: this build"),
-    FLAG("run", "version", version, ONCE, "print commit and build, and stop"),
+    FLAG("run", "version", version, ONCE, "print version, commit and build, and stop"),
     FLAG_ALL("run", "help", help, ONCE_COMMON, "print the common options and stop (also -h); --help all: all of them"),
 
     // How it learns.

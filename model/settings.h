@@ -97,7 +97,8 @@ Settings settings_read(Settings parsed, int ranks, const Json* record);
 // Sets options without a default of their own, unless given: from --model and `precision`.
 void settings_preset(Settings* settings, int64_t precision);
 
-// The defaults of all options with this --model and --precision, in fresh memory.
+// The defaults of all options with this --model and --precision, in fresh memory. Options that the start of a
+// run prints in other lines have the given values.
 Settings settings_defaults(const Settings* settings);
 
 void settings_free(Settings* settings);

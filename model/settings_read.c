@@ -121,6 +121,11 @@ Settings settings_defaults(const Settings* s) {
     settings_preset(&usual, s->precision);
     set_for_model(&usual);
     usual.preset = 0;
+    // Lines of their own have these.
+    usual.resume = s->resume;
+    usual.ranks = s->ranks;
+    usual.tokens_per_step = s->tokens_per_step;
+    replace(&usual.tokenizer, host_strdup(s->tokenizer));
     return usual;
 }
 

@@ -133,11 +133,11 @@ def text(x, y, text, size=13, anchor="start", colour="#333", extra=""):
 class SvgPanel:
     """A panel in the picture's coordinates, from `top` to `bottom`."""
 
-    def __init__(self, panel, x1, top, bottom):
-        self.panel, self.x1, self.top, self.bottom = panel, x1, top, bottom
+    def __init__(self, panel, x0, x1, top, bottom):
+        self.panel, self.x0, self.x1, self.top, self.bottom = panel, x0, x1, top, bottom
 
     def x(self, v):
-        return LEFT + v / self.x1 * (WIDTH - LEFT - RIGHT)
+        return LEFT + (v - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
 
     def y(self, v):
         f = (lambda v: math.log(max(v, LEAST))) if self.panel.log_y else float
@@ -149,7 +149,7 @@ class SvgPanel:
         for v, name in self.panel.marks():
             yield f'<line x1="{LEFT}" x2="{right}" y1="{self.y(v):.1f}" y2="{self.y(v):.1f}" stroke="#e6e6e6"/>'
             yield text(LEFT - 8, self.y(v) + 4.5, name, anchor="end")
-        for v in ticks(0, self.x1, 8):
+        for v in ticks(self.x0, self.x1, 8):
             at = f"{self.x(v):.1f}"
             yield f'<line x1="{at}" x2="{at}" y1="{self.bottom}" y2="{self.bottom + 5}" stroke="#888"/>'
             yield text(self.x(v), self.bottom + 20, short(v), anchor="middle")
@@ -194,8 +194,8 @@ class SvgPanel:
                        f'stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="1.6"/>')
 
 
-def draw_svg(panels, entries, x_label, title="", key=""):
-    """The picture as text; entries name the runs, title and key may be empty."""
+def draw_svg(panels, entries, x_label, title="", key="", x0=0):
+    """The picture as text, from x0 on; entries name the runs, title and key may be empty."""
     # Above the panels: title, legend, key.
     head = [text(LEFT, 30, title, 18, colour="#111", extra=' font-weight="bold"')] if title else []
     y = 46 if title else 18
@@ -211,8 +211,9 @@ def draw_svg(panels, entries, x_label, title="", key=""):
     # The panels.
     body, x1, tall = [], max(panel.x1 for panel in panels), 410 if len(panels) == 1 else 320
     for i, panel in enumerate(panels):
-        drawn = SvgPanel(panel, x1, y, y + tall)
-        body.append(f'<clipPath id="plot{i}"><rect x="{LEFT - 5}" y="{y}" width="{WIDTH - LEFT - RIGHT + 10}" '
+        drawn = SvgPanel(panel, x0, x1, y, y + tall)
+        left = LEFT if x0 else LEFT - 5  # a circle at 0 is whole
+        body.append(f'<clipPath id="plot{i}"><rect x="{left}" y="{y}" width="{WIDTH - left - RIGHT + 5}" '
                     f'height="{tall}"/></clipPath>')
         body += [*drawn.axes(), f'<g clip-path="url(#plot{i})">', *drawn.curves(), "</g>"]
         y += tall + BOTTOM

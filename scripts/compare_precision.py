@@ -28,8 +28,8 @@ of the runs goes to standard error, or with --at-once to OUT/NAME/output.txt. Th
 A gap is the training loss minus that of bf16 with the same seed, as a mean over the last --window steps. Above 0 is
 worse. Without --all-seeds every set has the first seed. A further seed of bf16 has a row and a curve of its own, "bf16,
 seed K", and its gap is to the first seed. With --all-seeds a set shows mean ± standard error (number of seeds). Its
-curve is the mean, in a band from the lowest to the highest seed. The vertical ranges of the picture are those of the
-steps after bf16's loss has made 80 % of its way. Standard library only.
+curve is the mean, in a band from the lowest to the highest seed. The picture begins where bf16's loss has made 80 % of
+its way, or in the middle of the run if that is earlier. Standard library only.
 """
 import script
 from script import Failure
@@ -54,11 +54,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PRECISIONS = "mxfp8,mxfp8-exact"
 GEMMS = "expert", "linear", "wgrad"  # the options --expert-precision and so on
 COLUMNS = ("loss", "val_loss", "tokens_per_s", "mem_gib")  # columns of a log
-TITLE = "One model in several precisions: losses in nats a token"
+TITLE = "One model in several precisions"
 LAST = 50  # the final training loss is the mean of these last steps
 LEAST_GAP = 1e-3  # nats: the panel of gaps shows at least this range on both sides of 0
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP  # signals: the runs save and stop
-SETTLED = 0.8  # the panels' ranges cover the steps after this share of the loss's way down
+SETTLED = 0.8  # the panels show the steps after this share of the loss's way down
 Group = namedtuple("Group", "name runs")  # what has a row and a curve: one run, or those of a set, one for each seed
 
 
@@ -295,8 +295,9 @@ def settled(curve):
     return next(step for step, v in known if (v - first) * way >= SETTLED * way * way)
 
 
-def svg(sets, seeds, length):
-    """The sets, and other seeds of the first. Where their gaps would flatten those of the sets, the sets' have a panel alone."""
+def svg(sets, seeds, length, title=TITLE, each=1):
+    """The sets, and other seeds of the first. Where their gaps would flatten those of the sets, the sets' have a panel alone.
+    A row of the logs is a mean of `each` steps."""
     base, groups, nothing = sets[0], sets + seeds, [Curve([], [], []) for _ in seeds]
     loss = [over_seeds([loss_curve(run, length) for run in group.runs]) for group in groups]
     gaps = [over_seeds(gap_curves(group, base, length)) for group in groups]
@@ -305,19 +306,18 @@ def svg(sets, seeds, length):
     if not any(v is not None for curve in loss for _, v in curve.average):
         fail("no finite loss in these runs")
 
-    start = settled(loss[0].average)
+    start = min(settled(loss[0].average), loss[0].average[-1][0] // 2)
     near, far = ([*drawn(curves, start), -LEAST_GAP, LEAST_GAP] for curves in (gaps[:len(sets)], gaps))
     apart = len(sets) > 1 and max(far) - min(far) > 3 * (max(near) - min(near))
 
-    smoothed = f"mean of {length} steps"
-    panels = [Panel(f"training loss, {smoothed}", loss, shown=drawn(loss, start)),
-              Panel(f"minus that of {base.name}, {smoothed}", gaps[:len(sets)] + nothing if apart else gaps,
-                    shown=near if apart else far)]
+    panels = [Panel("training loss, nats a token", loss, shown=drawn(loss, start)),
+              Panel(f"gap to {base.name}, nats a token", gaps[:len(sets)] + nothing if apart else gaps, shown=near if apart else far)]
     if apart:
-        panels.append(Panel("the same beside other seeds", gaps, shown=far))
+        panels.append(Panel("gap with other seeds, nats a token", gaps, shown=far))
     if any(curve.marks for curve in marks):
-        panels.append(Panel("validation loss", marks, shown=drawn(marks, start)))
-    return draw_svg(panels, [group.name for group in groups], "step", TITLE)
+        panels.append(Panel("validation loss, nats a token", marks, shown=drawn(marks, start)))
+    key = f"training loss and gap: mean of the last {length * each} steps"
+    return draw_svg(panels, [group.name for group in groups], "step", title, key, start)
 
 
 def arguments():

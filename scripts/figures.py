@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Makes the figures of docs/: `make docs`, or python3 scripts/figures.py [--program TRAIN_MOE] [--out FOLDER] [NAME
-...].
+"""Makes the figures of docs/, and those of bench/ whose data are there: `make docs`, or python3 scripts/figures.py
+[--program TRAIN_MOE] [--out FOLDER] [NAME ...].
 
 Figures of structure are drawn here. Figures of data come from runs of `tiny` made for them (three minutes on two
-cores), and from bench/results.jsonl. All are SVG, 480 wide, with letters of at least 13, so that they can
-be read on a phone. Standard library only.
+cores), from bench/results.jsonl and from bench/billion. All are SVG. Those of docs/ are 480 wide, with letters of at
+least 13, so that they can be read on a phone. Standard library only.
 """
 import argparse
 import json
@@ -15,9 +15,10 @@ import sys
 import tempfile
 from xml.sax.saxutils import escape
 
+import compare_precision
 from chart import COLOURS, text_width
 from plot_loss import smooth
-from runlog import fail
+from runlog import fail, read_log
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WIDTH, LETTER = 480, 13
@@ -51,9 +52,9 @@ class Figure:
         self.add(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"'
                  f'{" marker-end=" + chr(34) + "url(#arrow)" + chr(34) if arrow else ""}/>', max(y for _, y in points))
 
-    def save(self, path):
+    def __str__(self):
         height = self.height + 10
-        path.write_text(
+        return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}" '
             f'font-family="Helvetica, Arial, sans-serif"><title>{escape(self.title)}</title>'
             '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
@@ -69,8 +70,9 @@ def ragged():
     choices = {"a": (0, 2), "b": (2, 3), "c": (0, 3), "d": (3, 0), "e": (2, 3)}
     colours = ["#cfe3f3", "#fff", "#fbdcc4", "#cdeadf"]
     rows = {}
-    y = 30
-    f.text(10, 20, "rows, sorted by expert", weight="bold")
+    y = 52
+    f.text(10, 20, "Five tokens, two experts each: rows sorted by expert", weight="bold")
+    f.text(150, 42, "rows", colour="#555")
     for expert in range(4):
         mine = [token for token, chosen in choices.items() if expert in chosen]
         f.text(230, y + 16, f"expert {expert}: {len(mine)} rows")
@@ -78,10 +80,10 @@ def ragged():
             f.box(150, y, 64, 22, token if token != "0" else "zeros", colours[expert] if token != "0" else "#eee")
             rows[token, expert] = y + 11
             y += 22
-        y += 8 if mine else 22
-    f.text(10, 42, "tokens", colour="#555")
+        y += 8 if mine else 30
+    f.text(20, 42, "tokens", colour="#555")
     for i, token in enumerate(choices):
-        at = 60 + 56 * i
+        at = 70 + 56 * i
         f.box(20, at, 40, 26, token)
         for expert in choices[token]:
             f.line([(60, at + 13), (149, rows[token, expert])], arrow=True, width=1)
@@ -92,7 +94,7 @@ def ragged():
 def dispatch():
     """One token, ranks of two experts each."""
     f = Figure("A token goes once to each rank that holds one of its experts")
-    f.text(10, 20, "token n on rank 0 chose experts 1, 4 and 5", weight="bold")
+    f.text(10, 20, "Token n on rank 0 chose experts 1, 4 and 5", weight="bold")
     for rank in range(4):
         y = 40 + 62 * rank
         used = {0: "expert 1", 2: "experts 4 and 5"}.get(rank)
@@ -107,42 +109,46 @@ def dispatch():
     f.text(20, 182, "x, two ids,", colour="#555")
     f.text(20, 199, "two gates:", colour="#555")
     f.text(20, 216, "once, not twice", colour="#555")
-    f.text(345, 182, "one sum,", colour="#555")
-    f.text(345, 199, "g4 E4(x) + g5 E5(x)", colour="#555")
+    f.text(335, 182, "one sum,", colour="#555")
+    f.text(335, 199, "g4 E4(x) + g5 E5(x)", colour="#555")
     return f
 
 
 def slots():
     """Forward with --shard weights."""
     f = Figure("Weights pass through two slots")
-    f.text(10, 20, "time runs to the right", colour="#555")
-    lanes = ["stream", "side stream", "slot 0", "slot 1"]
+    f.text(10, 20, "Weights of three units pass through two slots", weight="bold")
+    lanes, top = ["stream", "side stream", "slot 0", "slot 1"], 36
     for i, lane in enumerate(lanes):
-        f.text(10, 56 + 40 * i, lane, weight="bold")
+        f.text(10, top + 20 + 40 * i, lane)
     fills = ["#cfe3f3", "#fbdcc4", "#cdeadf", "#f3dcea"]
     for u in range(3):
         x = 110 + 120 * u
-        f.box(x, 36, 116, 30, f"unit {u + 1} computes", fills[u])
-        f.box(x, 76, 70, 30, f"gather {u + 2}", fills[u + 1])
-        f.box(x, 116 if u % 2 else 156, 116, 30, f"{u + 1} in use", fills[u])
-        f.box(x, 156 if u % 2 else 116, 116, 30, f"{u + 2} arrives", fills[u + 1], line="#bbb")
-    f.text(10, 212, "Unit u lies in slot u % 2: it is read there while u + 1 arrives in the other.", colour="#555")
+        f.box(x, top, 116, 30, f"unit {u + 1} computes", fills[u])
+        f.box(x, top + 40, 70, 30, f"gather {u + 2}", fills[u + 1])
+        f.box(x, top + (80 if u % 2 else 120), 116, 30, f"{u + 1} in use", fills[u])
+        f.box(x, top + (120 if u % 2 else 80), 116, 30, f"{u + 2} arrives", fills[u + 1], line="#bbb")
+    f.line([(110, top + 166), (466, top + 166)], arrow=True)
+    f.text(288, top + 182, "time", "middle", "#555")
+    f.text(10, top + 204, "Unit u lies in slot u % 2.", colour="#555")
+    f.text(10, top + 221, "It is read there while u + 1 arrives in the other.", colour="#555")
     return f
 
 
 def mx_block():
     """A chunk of 128 elements along the contraction."""
     f = Figure("MX blocks")
-    for y, head, scales in ((20, "align 1: a scale for each block of 32", ["s0", "s1", "s2", "s3"]),
-                            (140, "align 128: four blocks share the largest one's scale", ["s", "s", "s", "s"])):
-        f.text(10, y, head, weight="bold")
+    f.text(10, 20, "128 numbers in MXFP8", weight="bold")
+    for y, head, scales in ((46, "align 1: a scale for each block of 32", ["s0", "s1", "s2", "s3"]),
+                            (166, "align 128: four blocks share the largest one's scale", ["s", "s", "s", "s"])):
+        f.text(10, y, head)
         for i, scale in enumerate(scales):
             x = 10 + 116 * i
-            f.box(x, y + 12, 112, 30, "32 bytes, e4m3", "#cfe3f3" if y == 20 else "#cdeadf")
+            f.box(x, y + 12, 112, 30, "32 bytes, e4m3", "#cfe3f3" if y == 46 else "#cdeadf")
             f.box(x + 36, y + 48, 40, 24, scale, "#fbdcc4")
         f.text(10, y + 94, "value = q 2^(s - 127)", colour="#555")
-    f.text(10, 256, "A product may then run over 128 elements before it needs a scale:", colour="#555")
-    f.text(10, 274, "one multiplication for 128 in the place of four.", colour="#555")
+    f.text(10, 282, "A product may then run over 128 elements before it needs a scale:", colour="#555")
+    f.text(10, 300, "one multiplication for 128 in the place of four.", colour="#555")
     return f
 
 
@@ -171,7 +177,7 @@ def results(key, value):
 def loss(log_of):
     """The run of `make train`: each step and their moving average, validation, and the bigram's loss."""
     f = Figure("Loss of the run that make train makes")
-    f.text(10, 20, "make train: loss in nats a byte over the steps", weight="bold")
+    f.text(10, 20, "make train: loss in nats a byte", weight="bold")
     place = axes(f, 30, 40, 455, 300, [0, 250, 500, 750], [0, 1, 2, 3, 4, 5, 6], "step")
     bigram = results("id", "loss/make-train-tiny-with-muon-bytes-seeds-1-2-3/validation-loss")[0]["yardstick"]["value"]
     f.line([place(0, bigram), place(750, bigram)], GREEN)
@@ -194,15 +200,16 @@ def loss(log_of):
 def loads(log_of):
     """The fullest expert with each kind of load balancing."""
     f = Figure("Load of the fullest expert over the steps")
-    f.text(10, 20, "tokens of the fullest expert over the mean, worst block", weight="bold")
-    place = axes(f, 40, 40, 450, 250, [0, 100, 200, 300], [1, 2, 3, 4], "step")
+    f.text(10, 20, "Load of the fullest expert: its tokens over the mean", weight="bold")
+    f.text(10, 38, "worst block of tiny; 1: all experts alike, 4: the most", colour="#555")
+    place = axes(f, 40, 56, 450, 266, [0, 100, 200, 300], [1, 2, 3, 4], "step")
     for i, (name, options) in enumerate({
-            "none": "--balance none", "deepseek": "--balance deepseek", "quantile (default)": ""}.items()):
+            "none": "--balance none", "DeepSeek's bias": "--balance deepseek", "quantiles (default)": ""}.items()):
         steps = log_of(f"--steps 300 --warmup 50 --optimizer adamw {options}")
         mean = smooth([s["load_max_over_mean"] for s in steps], 2)
         f.line([place(j + 1, min(y, 4)) for j, y in enumerate(mean)], [ORANGE, BLUE, GREEN][i], width=2)
-        f.box(60 + 140 * i, 300, 14, 14, fill=[ORANGE, BLUE, GREEN][i])
-        f.text(80 + 140 * i, 312, name)
+        f.box([40, 130, 290][i], 316, 14, 14, fill=[ORANGE, BLUE, GREEN][i])
+        f.text([60, 150, 310][i], 328, name)
     return f
 
 
@@ -213,33 +220,53 @@ def bars(f, rows, top, kinds):
     for name, values in rows:
         f.text(left - 8, top + 10 + 6 * len(values), name, "end")
         for i, value in enumerate(values):
-            f.box(left, top + 4 + 16 * i, max(1, value * scale), 13, fill=[BLUE, ORANGE][i], line="none")
-            f.text(left + 6 + value * scale, top + 15 + 16 * i, f"{value:.1f}", colour="#555")
+            if value:
+                f.box(left, top + 4 + 16 * i, value * scale, 13, fill=[BLUE, ORANGE][i], line="none")
+            f.text(left + 6 + value * scale, top + 15 + 16 * i, f"{value:.1f}" if value else "none", colour="#555")
         top += 10 + 16 * len(values)
     for i, kind in enumerate(kinds):
-        f.box(left + 110 * i, top + 6, 14, 14, fill=[BLUE, ORANGE][i])
-        f.text(left + 20 + 110 * i, top + 18, kind)
+        f.box(left + 120 * i, top + 6, 14, 14, fill=[BLUE, ORANGE][i])
+        f.text(left + 20 + 120 * i, top + 18, kind)
 
 
 def step_time():
-    """The classes of a step of 16b, which bench/h200.md has in two rows."""
+    """The classes of a step of 16b, which bench/h200.md has in two rows. Those below 2 ms in both are together."""
     f = Figure("Where a step's time goes")
-    f.text(10, 20, "16b with 4 layers, one H200: ms of a step", weight="bold")
-    classes = [line for line in results("section", "Where the time of a step goes") if line["metric"] != "step, ms"]
-    bf16, mxfp8 = ({line["metric"].removesuffix(", ms"): line["value"] for line in classes if line["label"] == f"16b with 4 layers, {name}"}
+    f.text(10, 20, "16b with 4 layers, one H200: milliseconds of a step", weight="bold")
+    lines = results("section", "Where the time of a step goes")
+    bf16, mxfp8 = ({line["metric"].removesuffix(", ms"): line["value"] for line in lines if line["label"] == f"16b with 4 layers, {name}"}
                    for name in ("bf16", "all MXFP8"))
-    bars(f, [(name, [bf16.get(name, 0), ms]) for name, ms in mxfp8.items()], 30, ["bf16", "MXFP8"])
+    totals, rows, rest = [bf16.pop("step"), mxfp8.pop("step")], [], [0, 0]
+    for name, ms in mxfp8.items():
+        values = [bf16.get(name, 0), ms]
+        if max(values) >= 2:
+            rows.append((name, values))
+        else:
+            rest = [sum(both) for both in zip(rest, values)]
+    rows.append(("norms, softmax, the rest", rest))
+    bars(f, rows, 30, [f"{name}: {ms:.1f} ms" for name, ms in zip(("bf16", "MXFP8"), totals)])
     return f
+
+
+def compare_billion():
+    """Four runs over a billion tokens. A line of their logs is a mean of 100 steps."""
+    groups = []
+    for name, log in {"bf16": "bf16", "MXFP8 in experts and dispatch": "mxfp8", "all MXFP8": "everything", "bf16, second seed": "bf16-seed-2"}.items():
+        run = compare_precision.Run(log, [], 1, 1, ROOT / "bench/billion")
+        run.rows = read_log(ROOT / f"bench/billion/{log}.jsonl", compare_precision.COLUMNS)[1]
+        groups.append(compare_precision.Group(name, [run]))
+    return compare_precision.svg(groups[:3], groups[3:], 10, "small, a billion tokens of code and prose, one H200", 100)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", default=str(ROOT / "build/cpu/train_moe"))
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs", metavar="FOLDER")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER")
     parser.add_argument("name", nargs="*")
     args = parser.parse_args()
-    drawn, run = {"ragged": ragged, "dispatch": dispatch, "slots": slots, "mx_block": mx_block, "step_time": step_time}, \
-        {"loss": loss, "loads": loads}
+    drawn = {"ragged": ragged, "dispatch": dispatch, "slots": slots, "mx_block": mx_block, "step_time": step_time,
+             "compare_billion": compare_billion}
+    run = {"loss": loss, "loads": loads}
     for name in args.name:
         if name not in {**drawn, **run}:
             fail(f"no figure is called {name}; there are {', '.join([*drawn, *run])}")
@@ -261,8 +288,9 @@ def main():
 
         for name, draw in {**drawn, **run}.items():
             if not args.name or name in args.name:
-                draw(*([log_of] if name in run else [])).save(args.out / f"{name}.svg")
-                print(args.out / f"{name}.svg")
+                path = (args.out or ROOT / ("bench" if draw is compare_billion else "docs")) / f"{name}.svg"
+                path.write_text(str(draw(*([log_of] if name in run else []))))
+                print(path)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python3 scripts/plot_loss.py runs/bf16 runs/mxfp8/log.jsonl --out loss.svg
     python3 scripts/plot_loss.py runs/* --column val_loss grad_norm --over time --out loss.pdf
 
-The thin line has each step. The thick line is the mean of a step with --smooth steps before and after it, of those
-that are there: its end is the mean of the last ones. Circles are columns that most steps lack, such as the validation
+The thin line has each step. The thick line is the mean of a step with --smooth steps before and after it. It begins
+with as many after a step as there are before it, and its end is the mean of the last ones. Circles are columns that most steps lack, such as the validation
 loss. Each column has its own panel, but val_loss is drawn with loss. A column with a number for each layer, such as
 load_max, has a curve for each. Names of mx_stats columns are like mx_stats/layer3/x/snr_db. The suffix sets the format:
 .svg needs only Python, .png and .pdf need matplotlib.
@@ -21,14 +21,23 @@ from chart import COLOURS, LEAST, WIDTH, Curve, Panel, draw_svg, drawable, short
 from runlog import columns_in, fail, finite, read_logs
 
 FORMATS = (".svg", ".png", ".pdf")
-WORDS = {"loss": "training loss", "val_loss": "validation loss"}  # columns by their names in the picture
+NATS = "nats a token"
+WORDS = {  # columns by their names in the picture, and their units
+    "loss": ("training loss", NATS), "val_loss": ("validation loss", NATS),
+    "val_bits_per_byte": ("validation loss", "bits a byte"),
+    "grad_norm": ("gradient norm", ""), "lr": ("learning rate", ""), "max_logit": ("largest attention logit", ""),
+    "ms": ("time of a step", "ms"), "tokens_per_s": ("speed", "tokens/s"), "mfu": ("MFU", "share of the GPU's peak"),
+    "load_max_over_mean": ("load of the fullest expert", "over the mean"),
+    "load_max": ("load of each block's fullest expert", "over the mean"),
+    "load_min": ("load of each block's emptiest expert", "over the mean"), "mem_gib": ("memory", "GiB")}
 UNITS = ((7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))  # from this many seconds on
 
 
 def smooth(values, reach):
-    """The mean of each value with up to `reach` known ones before it and as many after it. A None stays None."""
+    """The mean of each value with up to `reach` known ones before it and as many after it. A None stays None. Near the
+    end there are fewer after it."""
     seen = [v for v in values if v is not None]
-    means = (statistics.fmean(seen[max(0, i - reach):i + reach + 1]) for i in range(len(seen)))
+    means = (statistics.fmean(seen[i - min(i, reach):i + min(i, reach) + 1]) for i in range(len(seen)))
     return [None if v is None else next(means) for v in values]
 
 
@@ -73,7 +82,11 @@ def curve_of(log, xs, column, reach):
 
 
 def word(column):
-    return WORDS.get(column, column)
+    return WORDS.get(column, (column,))[0]
+
+
+def axis(column):
+    return ", ".join(filter(None, WORDS.get(column, (column,))))
 
 
 def end_of(column, points):
@@ -133,11 +146,12 @@ def picture_of(names, logs, places, args):
     panels, circled = [], []
     for group, curves in zip(groups, drawn):
         both = group[1:] and any(log.has("loss") for log in logs)
-        label = drawable("loss" if both else word(group[-1]), 60)
+        label = drawable(f"loss, {NATS}" if both else axis(group[-1]), 60)
         panels.append(Panel(label, [curves.get(key, Curve([], [], [])) for key in entries], args.log_y, args.y_range))
         circled += [word(group[-1]) if group[-1] == "val_loss" else "where measured"] * any(c.marks for c in curves.values())
     lines = f"thin: each step, thick: its mean with {args.smooth} steps before and after" if args.smooth else "line: each step"
-    return panels, list(entries.values()), ", ".join([lines] * lined + [f"circles: {what}" for what in dict.fromkeys(circled)])
+    circled = [f"circles: {what}" for what in dict.fromkeys(circled)]
+    return panels, list(entries.values()), ", ".join([lines] + circled if lined else [])
 
 
 def save_by_matplotlib(path, suffix, panels, entries, x_label, title, key):
@@ -170,7 +184,7 @@ def save_by_matplotlib(path, suffix, panels, entries, x_label, title, key):
             axes.set_yscale("log" if panel.log_y else "linear")
             axes.minorticks_off()
             axes.set_yticks(*zip(*panel.marks()))
-            axes.set(xlim=(0, max(p.x1 for p in panels)), ylim=(panel.y0, panel.y1), ylabel=panel.title())
+            axes.set(xlim=(0, 1.006 * max(p.x1 for p in panels)), ylim=(panel.y0, panel.y1), ylabel=panel.title())
             axes.grid(axis="y", color="#e6e6e6")
             axes.spines[["top", "right"]].set_visible(False)
             axes.xaxis.set_major_formatter(lambda x, _: short(x))

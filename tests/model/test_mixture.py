@@ -96,7 +96,7 @@ class Mixtures(Case):
         lines = re.findall(r"(?m)^ {11}(.*) from .*/(\w)_\*\.bin: (.*)$", done.stdout)
         self.assertEqual(lines, [("50 %", "a", "7 windows (1.43 epochs)"), ("20 %", "b", "3 windows (1.33 epochs)"),
                                  ("30 %", "c", "11 windows (0.545 epochs)")])
-        self.assertIn("data       6 shards, 678 tokens, 21 windows of 32 (0.952 epochs in 10 steps)\n", done.stdout)
+        self.assertIn("data       6 shards, 678 tokens, 21 windows of 32 (0.952 epochs in 10 steps of 64 tokens)\n", done.stdout)
 
     def test_what_a_resumed_run_keeps(self):
         """Weights and sets stay; shards may move. A new stage takes other weights."""

@@ -145,7 +145,7 @@ case "$*" in
     *--dry-run*) [ "${*##*--gpu-memory }" = 24 ] && case "$*" in *--layers\ [1-3]\ *) ;; *) exit 1; esac;;
     *"--model debug"*) echo out of GPU memory; exit 1;;
     *) echo "device     A card, ${TRAIN_MOE_KERNELS:-own} kernels"
-       for ms in 99 99 5 3.5 4; do echo "step 1/9  loss 1  norm 1  lr 1.00e-03  $ms ms  700 tok/s  load 1  ETA 0:00:00"; done;;
+       for ms in 99 99 5 3.5 "   4"; do echo "step 1/9  loss 1  norm 1  lr 1.00e-03  $ms ms      700 tok/s  load 1  ETA 0:00:00"; done;;
 esac
 """
         for name, text in (("bin/nvidia-smi", "#!/bin/sh\necho A card, 580.1, 24576, 450\n"), ("build/cuda/train_moe", program),

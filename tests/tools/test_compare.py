@@ -136,16 +136,17 @@ class Compare(unittest.TestCase):
         texts = [text.text for text in root.iter(SVG + "text")]
         for name in self.ROWS:
             self.assertEqual(texts.count(name), 1, name)
-        self.assertIn(f"training loss, mean of {WINDOW} steps", texts)
-        self.assertIn(f"minus that of bf16, mean of {WINDOW} steps", texts)
+        self.assertIn("training loss, nats a token", texts)
+        self.assertIn("gap to bf16, nats a token", texts)
+        self.assertIn(f"training loss and gap: mean of the last {WINDOW} steps", texts)
         # Beside another seed the gaps of the sets would be flat: those of the sets have a panel alone.
         above, alone, below, val = [[path for path in group.iter(SVG + "path")] for group in root.iter(SVG + "g")]
         for curves, count in ((above, 5), (alone, 4), (below, 5)):
             self.assertEqual(len({path.get("stroke") for path in curves}), count)
             self.assertEqual([path.get("d").count("L") for path in curves], [STEPS - WINDOW] * count)
-        self.assertIn("validation loss", texts)
+        self.assertIn("validation loss, nats a token", texts)
         self.assertEqual(len(val), 5)
-        heights = [{float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path.get("d"))} for path in alone]
+        heights = [{float(y) for y in re.findall(r"[ML]-?[\d.]+ ([\d.]+)", path.get("d"))} for path in alone]
         self.assertEqual(heights[0], heights[3])  # bf16 and the set equal to it are at 0
         self.assertEqual([len(ys) == 1 for ys in heights], [True, False, False, True])
 

@@ -259,7 +259,7 @@ else:
             self.assertIn(f"as a mean of {window} steps", done.stdout)
 
     def test_bands_and_ranges(self):
-        """Bands reach from the lowest to the highest seed; the first steps are drawn, but above the panels."""
+        """Bands reach from the lowest to the highest seed; the first steps are drawn, but outside the panels."""
         args = ("--only", "mxfp8", "--seeds", 3, "--all-seeds")
         out, _ = self.fake("bands", *args)
         names = {name: [name + end for end in ("", "-seed-2", "-seed-3")] for name in ("bf16", "mxfp8")}
@@ -269,6 +269,9 @@ else:
         curve = {step: statistics.fmean(seed[step] for seed in expected[0]["bf16"]) for step in expected[0]["bf16"][0]}
         start = self.settled(curve)
         self.assertTrue(WINDOW + 2 < start < STEPS - 5, start)
+        texts = ET.parse(out / "compare.svg").iter(SVG + "text")
+        steps = [float(text.text) for text in texts if (text.get("text-anchor"), text.get("font-size")) == ("middle", "13")]
+        self.assertTrue(steps and min(steps) >= min(start, STEPS // 2), (steps, start))  # the picture begins there
         panels = list(self.panels(out))
         self.assertEqual(len(panels), 3)
         for (group, value, shown), curves in zip(panels, expected):
@@ -280,7 +283,7 @@ else:
                 self.assertTrue(0 < float(band.get("fill-opacity")) < 0.5)
                 points = [value(float(point.split(",")[1])) for point in band.get("points").split()]
                 self.assertEqual(len(points), 2 * len(seeds[0]))
-                middle = [value(float(y)) for y in re.findall(r"[ML][\d.]+ (-?[\d.]+)", line.get("d"))]
+                middle = [value(float(y)) for y in re.findall(r"[ML]-?[\d.]+ (-?[\d.]+)", line.get("d"))]
                 for i, step in enumerate(seeds[0]):
                     at = [seed[step] for seed in seeds]
                     # Beyond the panel, the error of the scale, which comes from two labels, grows with the distance.

@@ -83,20 +83,29 @@ class Docs(unittest.TestCase):
                 self.assertTrue(0 <= left and left + width <= 480, f"{name}: {text.text}")
 
     def test_figures_of_results(self):
-        """They have a title, and words on their axes: no names of the log's columns."""
+        """They have a title, and words with units on their axes: no names of the log's columns."""
         for path in (ROOT / "bench").glob("*.svg"):
             texts = list(ET.parse(path).iter(SVG + "text"))
             self.assertEqual(sum(text.get("font-weight") == "bold" for text in texts), 1, path.name)
             self.assertEqual([text.text for text in texts if "_" in text.text], [], path.name)
+            self.assertTrue(all(", " in text.text for text in texts if text.get("transform")), f"{path.name}: an axis without unit")
 
     def test_drawn_figures_are_the_scripts(self):
         """scripts/figures.py draws the same figures again, for those that need no run."""
-        names = ["ragged", "dispatch", "slots", "mx_block", "step_time"]
+        names = ["ragged", "dispatch", "slots", "mx_block", "step_time", "compare_billion"]
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(["python3", ROOT / "scripts/figures.py", "--out", folder, *names], check=True,
                            stdout=subprocess.DEVNULL)
             for name in names:
-                self.assertEqual((pathlib.Path(folder) / f"{name}.svg").read_text(), (ROOT / f"docs/{name}.svg").read_text(), name)
+                made, = [path for path in (ROOT / "docs", ROOT / "bench") if (path / f"{name}.svg").exists()]
+                self.assertEqual((pathlib.Path(folder) / f"{name}.svg").read_text(), (made / f"{name}.svg").read_text(), name)
+
+    def test_version(self):
+        """The program, the newest entry of CHANGELOG.md and CITATION.cff have one version, the pages one date."""
+        said = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, check=True).stdout
+        entry = re.search(r"(?m)^## ([\d.]+) - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text()).groups()
+        cited = [re.findall(rf"(?m)^{key}: (\S+)$", (ROOT / "CITATION.cff").read_text()) for key in ("version", "date-released")]
+        self.assertEqual([re.match(r"train_moe ([\d.]+), ", said)[1], *entry], [cited[0][0], cited[0][0], cited[1][0]])
 
     @unittest.skipUnless(shutil.which("git") and (ROOT / ".git").exists(), "needs git and the repository")
     def test_commands_run(self):

@@ -82,7 +82,7 @@ class PlotLoss(unittest.TestCase):
         self.assertEqual(root.tag, SVG + "svg")
         self.assertIn("A & <B>", texts)
         self.assertIn("step", texts)
-        self.assertIn("loss", texts)
+        self.assertIn("loss, nats a token", texts)
         self.assertTrue(any(t.startswith("first (training loss 1.") for t in texts), texts)
         self.assertIn("validation loss 1.225", texts)
         self.assertIn("thin: each step, thick: its mean with 10 steps before and after, circles: validation loss", texts)
@@ -195,7 +195,7 @@ class PlotLoss(unittest.TestCase):
 
     def test_log_axis_and_range(self):
         _, texts, _, _ = self.plot(self.log("l", self.rows(100)), "--log-y")
-        self.assertIn("loss (log scale)", texts)
+        self.assertIn("loss, nats a token (log scale)", texts)
         _, texts, _, _ = self.plot(self.log("l", self.rows(100)), "--y-range", 1, 2)
         self.assertIn("1.0", texts)
         self.assertNotIn("3.0", texts)
@@ -250,10 +250,10 @@ class PlotLoss(unittest.TestCase):
     def test_average_does_not_lag(self):
         """The mean has as many values after a step as before it; at the ends those that are there. A gap is no value."""
         values = [9.0, None, 3.0, 4.0, 1.0, 2.0]
-        self.assertEqual(plot_loss.smooth(values, 1), [6.0, None, 16 / 3, 8 / 3, 7 / 3, 1.5])
+        self.assertEqual(plot_loss.smooth(values, 1), [9.0, None, 16 / 3, 8 / 3, 7 / 3, 1.5])
         falling = [100.0 - i for i in range(50)]
         for i, mean in enumerate(plot_loss.smooth(falling, 10)):
-            self.assertEqual(mean, falling[i] - max(0, 10 - i) / 2 + max(0, i - 39) / 2)
+            self.assertEqual(mean, falling[i] + max(0, i - 39) / 2)  # no lag but at the end
         rows = [{"step": s, "loss": float(s)} for s in range(1, 101)]
         _, texts, _, _ = self.plot(self.log("end", rows))
         self.assertIn("end (training loss 95)", texts)  # the mean of the steps from 90 to 100
@@ -270,7 +270,7 @@ class PlotLoss(unittest.TestCase):
         root, texts, circles, curves = self.plot(path, "--column", "grad_norm", "loss", "val_loss",
                                                  "mx_stats/layer1/x/snr_db")
         labels = [t.text for t in root.iter(SVG + "text") if t.get("transform")]
-        self.assertEqual(labels, ["grad_norm", "loss", "mx_stats/layer1/x/snr_db"])
+        self.assertEqual(labels, ["gradient norm", "loss, nats a token", "mx_stats/layer1/x/snr_db"])
         counts = [(len(list(g.iter(SVG + "path"))), len(list(g.iter(SVG + "circle")))) for g in root.iter(SVG + "g")]
         self.assertEqual(counts, [(2, 0), (3, 4), (1, 10)])  # a value that most steps lack is drawn as circles alone
         tops = [float(r.get("y")) for r in root.iterfind(f"{SVG}clipPath/{SVG}rect")]
@@ -280,10 +280,10 @@ class PlotLoss(unittest.TestCase):
         for i, g in enumerate(root.iter(SVG + "g")):
             ys = [y for p in g.iter(SVG + "path") for y in self.ys(p.get("d"))]
             self.assertTrue(all(tops[i] - 0.1 <= y <= tops[i] + heights[i] + 0.1 for y in ys))
-        self.assertTrue(any(t.startswith("columns (grad_norm 3.") and t.endswith("k)") for t in texts), texts)
+        self.assertTrue(any(t.startswith("columns (gradient norm 3.") and t.endswith("k)") for t in texts), texts)
         _, texts, circles, curves = self.plot(path, "--column", "val_loss")
         self.assertEqual((len(circles), len(curves)), (4, 1))
-        self.assertIn("validation loss", texts)
+        self.assertIn("validation loss, nats a token", texts)
         self.fails(path, "--column", "mx_stats", names=path,
                    says="mx_stats is a list of objects; draw one of its columns, such as mx_stats/layer1/w13/inexact")
         columns = "columns are loss, lr, grad_norm, mx_stats/layer0/x/snr_db, load_max, val_loss"
