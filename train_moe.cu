@@ -79,17 +79,18 @@ typedef struct Run {
 // Whether an option "every n steps" (0: never) includes this step.
 static int due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
 
-// A line for people.
+// A line for people, in columns of fixed widths.
 static void print_step(Run* r, int val) {
     const Settings* s = &r->settings;
     int64_t left = (int64_t)(r->average_ms * (double)(s->steps - r->pending) / 1000);
-    printf("step %ld/%ld  loss %.4f  norm %.3g  lr %.2e  %.0f ms  %.0f tok/s  load %.2f", r->pending, s->steps,
-           r->last.loss, r->last.grad_norm, settings_lr(s, r->pending), 1000 * r->took,
+    const int digits = snprintf(NULL, 0, "%ld", s->steps);
+    printf("step %*ld/%ld  loss %7.4f  norm %6.3f  lr %.2e  %6.1f ms  %7.0f tok/s  load %5.2f", digits, r->pending,
+           s->steps, r->last.loss, r->last.grad_norm, settings_lr(s, r->pending), 1000 * r->took,
            (double)s->tokens_per_step / r->took, r->fullest);
-    if (isfinite(r->mfu)) printf("  MFU %.1f%%", 100 * r->mfu);
-    printf("  ETA %ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
-    if (val) printf("  validation %.4f", r->val_loss);
-    for (int64_t k = 1; k <= s->model.mtp; k++) printf("  mtp_loss_%ld %.4f", k, report_mtp(s, &r->last, k));
+    if (isfinite(r->mfu)) printf("  MFU %4.1f%%", 100 * r->mfu);
+    printf("  ETA %2ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
+    if (val) printf("  validation %7.4f", r->val_loss);
+    for (int64_t k = 1; k <= s->model.mtp; k++) printf("  mtp_loss_%ld %7.4f", k, report_mtp(s, &r->last, k));
     printf("\n");
     fflush(stdout);
     r->shown = host_seconds();

@@ -819,6 +819,15 @@ class Reports(Case):
         self.assertEqual(done.stderr, "")
         self.assertIn("no log and no checkpoint", self.train(steps=1).stdout)
 
+    def test_columns_of_steps(self):
+        """Each number of a step's line ends in the same column, from step 1 to the last, with a validation and without."""
+        done = self.train(steps=120, val=self.val_glob, val_every=9)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+        self.assertGreater(len(lines), 12)
+        for word in "/120  loss", "  norm", "  lr", " ms", " tok/s", "  load", "  ETA":
+            self.assertEqual(len({line.index(word) for line in lines}), 1, f"{word}: {done.stdout}")
+        self.assertEqual(len({line.index("  validation") for line in lines if "  validation" in line}), 1)
+
 
 if __name__ == "__main__":
     main()
