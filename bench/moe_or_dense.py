@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
 """Is MoE worth it on one GPU? A MoE and a dense model of the same active parameters, both with Muon, each on a GPU of its own:
 
-    python3 bench/moe_or_dense.py --train 'corpus/x_train_*.bin' --val 'corpus/x_val_*.bin' --tokens 100e6 --out runs/worth
+    python3 bench/moe_or_dense.py --train 'corpus/x_train_*.bin' --val 'corpus/x_val_*.bin' \\
+        --tokens 100e6 30e6 300e6 --seeds 3 3 1 --out runs/worth
 
-Each model first runs with three learning rates (seed 1), then with the best of them for the other --seeds. PyTorch's
-dense model (bench/torch_gpu.py) runs with the dense model's best rate. Runs of different models are paired: the same
-seeds, data and schedule. --gpus runs that many at a time. A finished run is not repeated.
+Each model first runs with three learning rates on the first number of --tokens (seed 1). With the best of them it runs
+on each number of tokens, with as many of the seeds 1, 2, ... as --seeds says. PyTorch's dense model (bench/torch_gpu.py)
+runs with the dense model's best rate on the most tokens. Runs of different models are paired: the same seeds, data and
+schedule. --gpus runs that many at a time. A finished run is not repeated.
 
-The table has the validation loss at the end, the seconds of all steps without validations, and what each model needs to
-the dense model's final loss: seconds and tokens, interpolated between validations. The picture OUT/moe_or_dense.svg has
-the validation loss over seconds, of the best rates and seed 1. Options after `--` go to both models of this program.
+The table has the validation loss at the end, and the seconds of all steps without validations. Its last columns have the
+tokens and the seconds that MoE needs to the dense model's final loss. They are interpolated over the logarithm of tokens
+between the ends of MoE's own runs, so that each point has a whole schedule of the learning rate. The picture
+OUT/moe_or_dense.svg has the validation loss over seconds of the longest runs. Options after `--` go to both models of
+this program.
 """
 import argparse
 import concurrent.futures
@@ -31,9 +35,9 @@ TORCH = "PyTorch dense"
 
 
 class Run:
-    """A run's validations: [(seconds, tokens, loss)]."""
+    """A run's validations: [(seconds, loss)]."""
 
-    def __init__(self, folder, tokens_per_step):
+    def __init__(self, folder):
         seconds, self.points = 0, []
         done = 0
         for line in open(folder / "log.jsonl", encoding="utf-8"):
@@ -43,16 +47,17 @@ class Run:
             seconds += row["ms"] * (row["step"] - done) / 1000  # PyTorch's log has a line for ten steps
             done = row["step"]
             if row.get("val_loss") is not None:
-                self.points.append((seconds, done * tokens_per_step, row["val_loss"]))
+                self.points.append((seconds, row["val_loss"]))
         self.steps = done
 
-    def to(self, loss):
-        """(seconds, tokens) where the loss is reached; (None, None) if it is not."""
-        for (s0, t0, l0), (s1, t1, l1) in zip(self.points, self.points[1:]):
-            if l0 > loss >= l1:
-                part = (l0 - loss) / (l0 - l1)
-                return s0 + part * (s1 - s0), t0 + part * (t1 - t0)
-        return None, None
+
+def tokens_to(loss, ends):
+    """Tokens of a run that ends with `loss`, from {tokens: loss at the end} of others; None outside of them."""
+    ends = sorted(ends.items())
+    for (t0, l0), (t1, l1) in zip(ends, ends[1:]):
+        if l0 >= loss >= l1:
+            return t0 * (t1 / t0) ** ((l0 - loss) / (l0 - l1))
+    return None
 
 
 def main():
@@ -62,9 +67,9 @@ def main():
     parser.add_argument("--program", default=str(ROOT / "build/cuda/train_moe"))
     parser.add_argument("--model", default="small", help="preset of both models")
     parser.add_argument("--dense", default="--dense-layers 8 --dense-ffn 1944", help="what makes the dense model of it")
-    parser.add_argument("--tokens", type=float, default=100e6)
+    parser.add_argument("--tokens", type=float, nargs="+", default=[100e6, 30e6], help="of a run; the first for the rates")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="peak learning rates of Muon")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[3], help="runs for each number of tokens, or for all")
     parser.add_argument("--gpus", type=int, default=1, help="runs at a time")
     parser.add_argument("--torch", type=int, choices=(0, 1), default=1, help="1: PyTorch's dense model too")
     parser.add_argument("--batch", type=int, default=32)
@@ -76,26 +81,31 @@ def main():
 
     # What all runs have in common.
     out = pathlib.Path(args.out)
-    tokens_per_step = args.batch * args.seq_len
-    steps = round(args.tokens / tokens_per_step)
-    common = ["--train", args.train, "--val", args.val, "--model", args.model, "--batch", str(args.batch), "--seq-len",
-              str(args.seq_len), "--steps", str(steps), "--lr", "1e-3", "--warmup", str(min(300, steps // 10)),
-              "--optimizer", "muon", "--val-every", str(max(1, steps // args.validations)), "--val-tokens", "1048576"]
+    seeds = dict(zip(args.tokens, args.seeds * len(args.tokens) if len(args.seeds) == 1 else args.seeds))
+    if len(seeds) != len(args.tokens):
+        parser.error("--seeds: one number, or one for each of --tokens")
+    longest = max(seeds)
     free = queue.Queue()
     for gpu in range(args.gpus):
         free.put(gpu)
 
-    def folder_of(model, rate, seed):
-        return out / f"{model.replace(' ', '-')}-{rate:g}-seed-{seed}"
+    def steps_of(tokens):
+        return round(tokens / (args.batch * args.seq_len))
+
+    def folder_of(model, tokens, rate, seed):
+        return out / f"{model.replace(' ', '-')}-{tokens / 1e6:g}M-{rate:g}-seed-{seed}"
 
     def train(job):
-        model, rate, seed = job
-        folder = folder_of(model, rate, seed)
-        if (folder / "log.jsonl").exists() and Run(folder, tokens_per_step).steps == steps:
+        model, tokens, rate, seed = job
+        folder, steps = folder_of(*job), steps_of(tokens)
+        if (folder / "log.jsonl").exists() and Run(folder).steps == steps:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        common = ["--train", args.train, "--val", args.val, "--model", args.model, "--batch", str(args.batch), "--seq-len",
+                  str(args.seq_len), "--steps", str(steps), "--lr", "1e-3", "--warmup", str(min(300, steps // 10)),
+                  "--optimizer", "muon", "--val-every", str(max(1, steps // args.validations)), "--val-tokens", "1048576"]
         if model == TORCH:
-            vocab = json.loads(next(open(folder_of("dense", rate, 1) / "log.jsonl", encoding="utf-8")))["vocab"]
+            vocab = json.loads(next(open(folder_of("dense", args.tokens[0], rate, 1) / "log.jsonl", encoding="utf-8")))["vocab"]
             command = [sys.executable, str(ROOT / "bench/torch_gpu.py"), *common, *args.dense.split(), "--vocab", str(vocab),
                        "--seed", str(seed), "--muon-lr", str(rate), "--log", str(folder / "log.jsonl")]
         else:
@@ -110,46 +120,50 @@ def main():
         if code:
             raise SystemExit(f"{folder}/output.txt: exit code {code}")
 
-    def loss(model, rate, seed):
-        return Run(folder_of(model, rate, seed), tokens_per_step).points[-1][2]
+    def loss(model, rate):
+        return Run(folder_of(model, args.tokens[0], rate, 1)).points[-1][1]
 
-    # Learning rates, then the other seeds, and PyTorch.
+    # Learning rates, then the other runs, and PyTorch. Long runs start first.
     with concurrent.futures.ThreadPoolExecutor(args.gpus) as pool:
-        list(pool.map(train, [(model, rate, 1) for rate in args.rates for model in MODELS]))
-        best = {model: min(args.rates, key=lambda rate: loss(model, rate, 1)) for model in MODELS}
-        jobs = [(model, best[model], seed) for seed in range(2, args.seeds + 1) for model in MODELS]
+        list(pool.map(train, [(model, args.tokens[0], rate, 1) for rate in args.rates for model in MODELS]))
+        best = {model: min(args.rates, key=lambda rate: loss(model, rate)) for model in MODELS}
+        jobs = [(model, tokens, best[model], seed + 1) for tokens in sorted(seeds, reverse=True)
+                for seed in range(seeds[tokens]) for model in MODELS]
         if args.torch:
-            jobs.append((TORCH, best["dense"], 1))
-            best[TORCH] = best["dense"]
+            jobs.insert(2, (TORCH, longest, best["dense"], 1))
         list(pool.map(train, jobs))
+    runs = {}
+    for model, tokens, rate, seed in jobs:
+        runs.setdefault((model, tokens), []).append(Run(folder_of(model, tokens, rate, seed)))
 
     # The table.
-    print("| model | Muon's rate: validation loss, seed 1 | seeds | validation loss | seconds | to dense's loss: seconds | tokens |\n"
+    for model in MODELS:
+        print(f"{model}, {args.tokens[0] / 1e6:g}M tokens, Muon's rate: " + ", ".join(f"{rate:g}: {loss(model, rate):.4f}" for rate in args.rates))
+    print("\n| model | tokens | validation loss | seconds | MoE to dense's loss: tokens | seconds | of dense's seconds |\n"
           "|---|---|---|---|---|---|---|")
-    runs = {model: [Run(folder_of(model, rate, seed), tokens_per_step)
-                    for seed in range(1, 2 if model == TORCH else args.seeds + 1)] for model, rate in best.items()}
-    goal = [run.points[-1][2] for run in runs["dense"]]
-    for model, of_model in runs.items():
-        reached = [run.to(loss) for run, loss in zip(of_model, goal)]
-        rates = "; ".join(f"{r:g}: {loss(model, r, 1):.4f}" for r in ([best[model]] if model == TORCH else args.rates))
-        cells = [", ".join("never" if r[i] is None else form.format(r[i] * unit) for r in reached)
-                 for i, form, unit in ((0, "{:.1f}", 1), (1, "{:.1f}M", 1e-6))]
-        print(f"| {model} | {rates} | {len(of_model)} | {', '.join(f'{run.points[-1][2]:.4f}' for run in of_model)} | "
-              f"{', '.join(f'{run.points[-1][0]:.1f}' for run in of_model)} | {cells[0]} | {cells[1]} |")
-    share = [run.to(loss)[0] for run, loss in zip(runs["MoE"], goal)]
-    if None in share:
-        verdict = "MoE does not reach the dense model's loss"
-    else:
-        part = statistics.fmean(s / run.points[-1][0] for s, run in zip(share, runs["dense"]))
-        verdict = f"MoE reaches the dense model's loss in {part:.2f} of its time"
-    print(f"\n{verdict}.")
+    mean = {key: statistics.fmean(run.points[-1][1] for run in of_key) for key, of_key in runs.items()}
+    seconds = {key: statistics.fmean(run.points[-1][0] for run in of_key) for key, of_key in runs.items()}
+    shares = {}
+    for key in sorted(runs, key=lambda key: (key[1], key[0])):
+        model, tokens = key
+        cells = [model, f"{tokens / 1e6:g}M", ", ".join(f"{run.points[-1][1]:.4f}" for run in runs[key]),
+                 ", ".join(f"{run.points[-1][0]:.1f}" for run in runs[key]), "", "", ""]
+        needed = tokens_to(mean[key], {t: mean["MoE", t] for t in seeds}) if model == "dense" else None
+        if needed:
+            took = needed / tokens * seconds["MoE", tokens]
+            shares[tokens] = took / seconds[key]
+            cells[4:] = f"{needed / 1e6:.1f}M", f"{took:.1f}", f"{shares[tokens]:.2f}"
+        print(f"| {' | '.join(cells)} |")
 
     # The picture, without the first fifth of each curve.
-    lines = [[(seconds, loss) for seconds, _, loss in of_model[0].points] for of_model in runs.values()]
+    names = [model for model in (*MODELS, TORCH) if (model, longest) in runs]
+    lines = [runs[model, longest][0].points for model in names]
+    verdict = f": MoE takes {shares[longest]:.2f} of dense's time" if longest in shares else ""
     panel = Panel("validation loss, nats a token", [Curve([], line, line) for line in lines],
                   shown=[loss for line in lines for _, loss in line[len(line) // 5:]])
-    picture = draw_svg([panel], list(runs), "seconds of training on one GPU", f"{args.tokens / 1e6:g}M tokens: {verdict}")
+    picture = draw_svg([panel], names, "seconds of training on one GPU", f"{longest / 1e6:g}M tokens{verdict}")
     (out / "moe_or_dense.svg").write_text(picture, encoding="utf-8")
+
 
 if __name__ == "__main__":
     main()
