@@ -4,7 +4,7 @@
     python3 bench/moe_or_dense.py --train 'corpus/x_train_*.bin' --val 'corpus/x_val_*.bin' \\
         --tokens 100e6 30e6 300e6 --seeds 3 3 1 --out runs/worth
 
-Each model first runs with three learning rates on the first number of --tokens (seed 1). With the best of them it runs
+Each model first runs with each of the learning rates on the first number of --tokens (seed 1). With the best of them it runs
 on each number of tokens, with as many of the seeds 1, 2, ... as --seeds says. PyTorch's dense model (bench/torch_gpu.py)
 runs with the dense model's best rate on the most tokens. Runs of different models are paired: the same seeds, data and
 schedule. --gpus runs that many at a time. A finished run is not repeated.
@@ -68,7 +68,7 @@ def main():
     parser.add_argument("--model", default="small", help="preset of both models")
     parser.add_argument("--dense", default="--dense-layers 8 --dense-ffn 1944", help="what makes the dense model of it")
     parser.add_argument("--tokens", type=float, nargs="+", default=[100e6, 30e6], help="of a run; the first for the rates")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="peak learning rates of Muon")
+    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3, 4e-3], help="peak learning rates of Muon")
     parser.add_argument("--seeds", type=int, nargs="+", default=[3], help="runs for each number of tokens, or for all")
     parser.add_argument("--gpus", type=int, default=1, help="runs at a time")
     parser.add_argument("--torch", type=int, choices=(0, 1), default=1, help="1: PyTorch's dense model too")
