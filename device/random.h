@@ -18,6 +18,9 @@ static inline BOTH_SIDES void philox(uint32_t out[4], uint64_t seed, uint32_t st
         c3 = (uint32_t)p0;
         k0 += 0x9E3779B9u;  // Weyl constants: golden ratio, sqrt(3) - 1
         k1 += 0xBB67AE85u;
+#ifdef __CUDA_ARCH__
+        asm("" : "+r"(c0), "+r"(c2));  // else nvcc multiplies 64 bits by 64
+#endif
     }
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }

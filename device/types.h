@@ -28,6 +28,7 @@ typedef float real;
 typedef uint16_t Master;
 #define BACKEND BACKEND_CUDA
 #define BOTH_SIDES __host__ __device__
+#define UNROLL _Pragma("unroll")  // in code of both sides: arrays in registers need constant indices
 #else
 #ifdef F64
 typedef double real;
@@ -38,6 +39,7 @@ typedef real floatX;
 typedef real Master;
 #define BACKEND BACKEND_CPU
 #define BOTH_SIDES
+#define UNROLL
 #endif
 
 // BACKEND is the backend of this build. Code that only computes sizes (memory of --dry-run) takes either.

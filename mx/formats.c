@@ -35,28 +35,30 @@ static void pack(const Format* f, Packed out, const floatX* x, int64_t rows, int
 // In wgrad both operands get the same transform, which their product does not show.
 static void fp4_round_values(const Format* f, floatX* out, const floatX* x, Ragged groups, int64_t columns,
                              int by_column, Draw draw, Ctx* ctx) {
-    const Fp4Blocks along = {f->scale_rule, 1, f->align}, down = {f->scale_rule, f->align, 1};
-    if (by_column) fp4_hadamard(out, x, groups, columns, ctx);
-    fp4_round(out, NULL, by_column ? out : x, groups, columns, by_column ? down : along, draw, ctx);
+    const Fp4Blocks along = {f->scale_rule, 1, f->align, 0}, down = {f->scale_rule, f->align, 1, 1};
+    const Fp4Work work = {out, NULL, x, groups, columns, by_column ? down : along, draw, NULL};
+    fp4_round(work, ctx);
 }
 
 // Forward and dgrad read the same values. Rounded along with activations, a weight has square tiles, as blocks of dgrad
 // run along OC; alone it has blocks along IC.
 static Fp4Blocks fp4_of_weight(const Format* f) {
-    const Fp4Blocks blocks = {f->scale_rule, f->round ? f->align : 1, f->align};
+    const Fp4Blocks blocks = {f->scale_rule, f->round ? f->align : 1, f->align, 0};
     return blocks;
 }
 
 static void fp4_round_weight(const Format* f, floatX* forward, floatX* back, const floatX* w, int64_t count, int64_t OC,
                              int64_t IC, Ctx* ctx) {
-    const Draw nearest = {NULL, 0};
-    fp4_round(forward, back, w, ragged_matrices(count, OC), IC, fp4_of_weight(f), nearest, ctx);
+    const Fp4Work work = {forward, back, w, ragged_matrices(count, OC), IC, fp4_of_weight(f), {NULL, 0}, NULL};
+    fp4_round(work, ctx);
 }
 
 static void fp4_measure(const Format* f, QuantizationStats* stats, const floatX* x, const Weight* w, int64_t rows,
                         int64_t columns, Ctx* ctx) {
-    const Fp4Blocks along = {f->scale_rule, 1, f->align};
-    fp4_stats(stats, x, ragged_matrices(w ? w->count : 1, rows), columns, w ? fp4_of_weight(f) : along, ctx);
+    const Fp4Blocks along = {f->scale_rule, 1, f->align, 0};
+    const Ragged groups = ragged_matrices(w ? w->count : 1, rows);
+    const Fp4Work work = {NULL, NULL, x, groups, columns, w ? fp4_of_weight(f) : along, {NULL, 0}, stats};
+    fp4_round(work, ctx);
 }
 
 // --- The table ---

@@ -1,37 +1,53 @@
 #include "mx/fp4_values.h"
 
-// The tensor's largest magnitude, as bits.
-static uint32_t largest_of(const Fp4Work* w, int32_t g) {
-    uint32_t amax = 0;
-#pragma omp parallel for reduction(max : amax) schedule(static)
-    for (int64_t i = 0; i < fp4_rows(w->groups, g) * w->columns; i++)
-        amax = (uint32_t)max_i64(amax, magnitude_bits((float)w->x[fp4_first(w->groups, g) * w->columns + i]));
-    return amax;
+// Block i of group g. amax: that of the tensor; NULL: returns that of the block alone.
+static uint32_t block(const Fp4Work* w, int32_t g, int64_t i, const uint32_t* amax) {
+    const Fp4Group group = fp4_group(w, g, w->blocks.high, w->blocks.wide);
+    const int lines = (int)group.block_lines, n = (int)max_i64(group.high, group.wide);
+    const int64_t step = group.wide > 1 ? 1 : group.columns;
+    float v[32][32], value[32];
+    uint32_t largest = 0;
+    for (int l = 0; l < lines; l++) {
+        const Fp4Line line = fp4_line(group, (uint32_t)i * group.block_lines + (uint32_t)l);
+        const floatX* x = w->x + (group.first + line.row) * group.columns + line.column;
+        for (int k = 0; k < n; k++) v[l][k] = k < line.inside ? (float)x[k * step] : 0;
+        largest = (uint32_t)max_i64(largest, fp4_prepare(v[l], n, line));
+    }
+    if (!amax) return largest;
+
+    // Its scale.
+    Fp4Scale s =
+        fp4_is_nv(w->blocks) ? nvfp4_scale(w->blocks.scale, largest, *amax, 6) : mxfp4_scale(w->blocks.scale, largest);
+    if (w->blocks.scale == NVFP4_FOUR_SIX) {
+        const Fp4Scale four = nvfp4_scale(w->blocks.scale, largest, *amax, 4);
+        double error_6 = 0, error_4 = 0;
+        for (int l = 0; l < lines; l++) error_6 += fp4_error(v[l], n, s), error_4 += fp4_error(v[l], n, four);
+        if (error_4 < error_6) s = four;
+    }
+
+    for (int l = 0; l < lines; l++) {
+        const Fp4Line line = fp4_line(group, (uint32_t)i * group.block_lines + (uint32_t)l);
+        fp4_values(value, v[l], n, group.wide, s, w, g, line);
+        for (int k = 0; k < min_i64(n, line.inside); k++) {
+            if (w->stats)
+                fp4_count(w->stats, v[l][k], v[l][k] * s.inverse, value[k]);
+            else
+                w->out[(group.first + line.row) * group.columns + line.column + k * step] = value[k];
+            if (w->back) w->back[(g * group.columns + line.column + k) * group.rows + line.row] = value[k];
+        }
+    }
+    return largest;
 }
 
 // Sums of statistics are in order.
-static void run(Fp4Work w) {
+void fp4_round(Fp4Work w, Ctx* ctx) {
     for (int32_t g = 0; g < w.groups.El; g++) {
-        const uint32_t amax = fp4_is_nv(w.blocks) ? largest_of(&w, g) : 0;
+        const Fp4Group group = fp4_group(&w, g, w.blocks.high, w.blocks.wide);
+        const int64_t blocks = group.lines / group.block_lines;
+        uint32_t amax = 0;  // of the tensor
+#pragma omp parallel for reduction(max : amax) schedule(static) if (fp4_is_nv(w.blocks))
+        for (int64_t i = 0; i < blocks; i++) amax = (uint32_t)max_i64(amax, block(&w, g, i, NULL));
 #pragma omp parallel for schedule(static) if (!w.stats)
-        for (int64_t i = 0; i < fp4_blocks(&w, g); i++) fp4_block(&w, g, i, amax);
+        for (int64_t i = 0; i < blocks; i++) block(&w, g, i, &amax);
     }
-}
-
-void fp4_round(floatX* out, floatX* back, const floatX* x, Ragged groups, int64_t columns, Fp4Blocks blocks, Draw draw,
-               Ctx* ctx) {
-    const Fp4Work w = {out, back, x, groups, columns, blocks, draw, NULL};
-    run(w);
-}
-
-void fp4_stats(QuantizationStats* stats, const floatX* x, Ragged groups, int64_t columns, Fp4Blocks blocks, Ctx* ctx) {
-    const Fp4Work w = {NULL, NULL, x, groups, columns, blocks, {NULL, 0}, stats};
-    run(w);
-}
-
-void fp4_hadamard(floatX* out, const floatX* x, Ragged groups, int64_t columns, Ctx* ctx) {
-    for (int32_t g = 0; g < groups.El; g++)
-#pragma omp parallel for collapse(2) schedule(static)
-        for (int64_t r = 0; r < fp4_rows(groups, g); r += FP4_HADAMARD)
-            for (int64_t c = 0; c < columns; c++) fp4_transform_rows(out, x, groups, g, r, c, columns);
 }

@@ -1,83 +1,130 @@
-// Four-bit fake quantization. The kernels are plain: a thread takes a block of elements, and reads it twice. Thread
-// blocks of one grid row walk over the blocks of a group, because its rows are known on the device alone. NVFP4 reads x
-// once more, for the largest magnitude of each group.
-#include "device/cuda.cuh"
+// Four-bit fake quantization. Bound by memory: a pass reads x once, a line of a block for each thread, and keeps it in
+// registers. Bytes per element:
+//
+//     MXFP4                  4
+//     NVFP4                  6: a pass before finds the largest magnitude of each group
+//     the transposed copy   +2
+//
+// Lines along a row come in accesses of 16 bytes. Lines down the columns are in neighbouring lanes, so that a warp
+// reads 32 neighbouring elements. The lines of a tile are in neighbouring lanes too, which find its scale by shuffles.
+// The transform is computed in registers, in both passes.
+//
+// Thread blocks of one grid row walk over a group, because its rows are known on the device alone. The second pass
+// begins with the last group: the end of x is still in the L2 cache.
+#include "layers/rows.cuh"
 #include "mx/fp4_values.h"
 
-enum { THREADS = 256, STATS_SUMS = sizeof(QuantizationStats) / sizeof(double) };
+// Threads of a block; elements of a thread, if groups are equal.
+enum { THREADS = 256, ELEMENTS = 32, STATS_SUMS = sizeof(QuantizationStats) / sizeof(double) };
 
-// This thread's first item, and the distance to its next one.
-static __device__ __forceinline__ int64_t item(void) { return blockIdx.x * (int64_t)THREADS + threadIdx.x; }
-static __device__ __forceinline__ int64_t items(void) { return gridDim.x * (int64_t)THREADS; }
+// The use of the lines: AMAX finds the bits of the largest magnitude of each group, in amax (groups), from zeros.
+enum Use { AMAX, VALUES, STATS };
 
-// amax (groups): bits of the largest magnitude, from zeros.
-static __global__ void __launch_bounds__(THREADS) amax_kernel(uint32_t* amax, Fp4Work w) {
-    const int32_t g = (int32_t)blockIdx.y;
-    const floatX* x = w.x + fp4_first(w.groups, g) * w.columns;
-    const int64_t n = fp4_rows(w.groups, g) * w.columns;
-    uint32_t largest = 0;
-    for (int64_t i = item(); i < n; i += items()) largest = max(largest, magnitude_bits((float)x[i]));
-    largest = __reduce_max_sync(0xffffffffu, largest);
-    if (threadIdx.x % 32 == 0 && largest) atomicMax(amax + g, largest);
+// f(*p, k) for the elements k of a line that are inside of its group, from p on and `step` apart. A whole line has no
+// branches, so that its loads go out together. There the compiler knows no multiples of the step, whose 64-bit products
+// would take more instructions than sums.
+template <int N, typename T, typename F>
+static __device__ __forceinline__ void each_inside(T* p, int64_t step, int32_t inside, F f) {
+#pragma unroll
+    for (int k = 0; k < N && inside >= N; k++) {
+        f(*p, k);
+        asm("" : "+l"(step));
+        p += step;
+    }
+#pragma unroll
+    for (int k = 0; k < N && inside < N; k++)
+        if (k < inside) f(p[k * step], k);
 }
 
-static __global__ void __launch_bounds__(THREADS) round_kernel(Fp4Work w, const uint32_t* amax) {
-    const int32_t g = (int32_t)blockIdx.y;
-    for (int64_t i = item(); i < fp4_blocks(&w, g); i += items()) fp4_block(&w, g, i, amax[g]);
-}
-
-// One thread block, as statistics are rare: their sums have the same bits on every run.
-static __global__ void __launch_bounds__(THREADS)
-    stats_kernel(QuantizationStats* stats, Fp4Work w, const uint32_t* amax) {
+// Blocks of HIGH x WIDE. LANES lanes, with a line each, share a scale.
+template <int HIGH, int WIDE, int LANES, Use USE>
+static __global__ void __launch_bounds__(THREADS, HIGH > 16 || WIDE > 16 || USE == STATS ? 2 : 4)
+    lines_kernel(Fp4Work w, uint32_t* amax) {
+    wait_for_previous();
+    constexpr int N = WIDE > 1 ? WIDE : HIGH;
     QuantizationStats sums = {};
-    w.stats = &sums;
-    for (int32_t g = 0; g < w.groups.El; g++)
-        for (int64_t i = item(); i < fp4_blocks(&w, g); i += items()) fp4_block(&w, g, i, amax[g]);
-    for (int k = 0; k < STATS_SUMS; k++) {
+    for (int32_t y = (int32_t)blockIdx.y; y < w.groups.El; y += (int32_t)gridDim.y) {
+        const int32_t g = USE == AMAX ? y : w.groups.El - 1 - y;
+        const Fp4Group group = fp4_group(&w, g, HIGH, WIDE);
+        const uint32_t amax_tensor = N == 16 && USE != AMAX ? amax[g] : 0;
+        uint32_t largest = 0;
+
+        // Whole warps, for the shuffles. A line after the last one is empty.
+        for (uint32_t i = blockIdx.x * THREADS + threadIdx.x; i / 32 * 32 < group.lines; i += gridDim.x * THREADS) {
+            const Fp4Line line = fp4_line(group, i);
+            const int64_t at = (group.first + line.row) * group.columns + line.column;
+            float v[N] = {}, value[N];
+            if constexpr (WIDE == 1)
+                each_inside<N>(w.x + at, group.columns, line.inside, [&](const floatX& x, int k) { v[k] = x; });
+            else if (line.inside > 0)
+                for (int k = 0; k < N; k += 8) load(v + k, w.x + at + k);
+            uint32_t block = fp4_prepare(v, N, line);
+            largest = max(largest, block);
+            if constexpr (USE == AMAX) continue;
+
+            // The block's scale.
+            if constexpr (LANES > 1)
+                for (int lane = LANES / 2; lane; lane /= 2)
+                    block = max(block, __shfl_xor_sync(0xffffffffu, block, lane));
+            Fp4Scale s =
+                N == 16 ? nvfp4_scale(w.blocks.scale, block, amax_tensor, 6) : mxfp4_scale(w.blocks.scale, block);
+            if (N == 16 && w.blocks.scale == NVFP4_FOUR_SIX) {
+                const Fp4Scale four = nvfp4_scale(w.blocks.scale, block, amax_tensor, 4);
+                const double off_6 = fp4_error(v, N, s), off_4 = fp4_error(v, N, four);
+                double error_6 = 0, error_4 = 0;
+                for (int lane = 0; lane < LANES; lane++) {
+                    error_6 += __shfl_sync(0xffffffffu, off_6, lane, LANES);
+                    error_4 += __shfl_sync(0xffffffffu, off_4, lane, LANES);
+                }
+                if (error_4 < error_6) s = four;
+            }
+
+            // Its values, also transposed.
+            fp4_values(value, v, N, WIDE, s, &w, g, line);
+            if constexpr (USE == STATS) {
+                for (int k = 0; k < N; k++) fp4_count(&sums, v[k], v[k] * s.inverse, value[k]);
+            } else if constexpr (WIDE == 1) {
+                each_inside<N>(w.out + at, group.columns, line.inside, [&](floatX& out, int k) { out = value[k]; });
+            } else if (line.inside > 0) {
+                for (int k = 0; k < N; k += 8) store(w.out + at + k, value + k);
+                floatX* back = w.back + (g * w.columns + line.column) * group.rows + line.row;
+                if (w.back) each_inside<N>(back, group.rows, N, [&](floatX& out, int k) { out = value[k]; });
+            }
+        }
+        if constexpr (USE == AMAX) {
+            largest = __reduce_max_sync(0xffffffffu, largest);
+            if (threadIdx.x % 32 == 0 && largest) atomicMax(amax + g, largest);
+        }
+    }
+
+    for (int k = 0; k < STATS_SUMS && USE == STATS; k++) {
         const double sum = block_sum(((const double*)&sums)[k]);
-        if (threadIdx.x == 0) ((double*)stats)[k] += sum;
+        if (threadIdx.x == 0) ((double*)w.stats)[k] += sum;
         __syncthreads();
     }
 }
 
-static __global__ void __launch_bounds__(THREADS)
-    hadamard_kernel(floatX* out, const floatX* x, Ragged groups, int64_t columns) {
-    const int32_t g = (int32_t)blockIdx.y;
-    const int64_t n = ceil_div(fp4_rows(groups, g), FP4_HADAMARD) * columns;
-    for (int64_t i = item(); i < n; i += items())
-        fp4_transform_rows(out, x, groups, g, i / columns * FP4_HADAMARD, i % columns, columns);
+// Finds the largest magnitudes of NVFP4's groups, in the workspace, then launches the kernel for these blocks of N.
+template <int N>
+static void run(Fp4Work w, Ctx* ctx) {
+    // A row of the grid for each group. One thread block for statistics, which are rare: equal bits on every run.
+    uint32_t* amax = ctx_workspace<uint32_t>(ctx, w.groups.El);
+    const int64_t all = w.groups.capacity * w.columns, each = w.groups.group_start ? ceil_div(all, w.groups.El) : all;
+    const dim3 grid(walking_blocks(ceil_div(each, THREADS * ELEMENTS), ctx), (unsigned)w.groups.El);
+    const bool down = w.blocks.wide == 1, tiles = !down && w.blocks.high == N;
+    ASSERT(max_i64(w.blocks.high, w.blocks.wide) == N && w.columns % FORMAT_BLOCK == 0 && aligned(w.out, w.x));
+    ASSERT(w.columns < 1 << 24 && all / N <= INT32_MAX);
+    if constexpr (N == 16) {
+        device_zero(amax, (size_t)w.groups.El * sizeof(uint32_t), ctx);
+        launch(down ? lines_kernel<N, 1, 1, AMAX> : lines_kernel<1, N, 1, AMAX>, grid, THREADS, 0, ctx, w, amax);
+    }
+    // With a transposed copy, neighbouring lanes take the rows of a tile and write neighbouring elements.
+    launch_early(w.stats  ? tiles ? lines_kernel<N, N, N, STATS> : lines_kernel<1, N, 1, STATS>
+                  : down ? lines_kernel<N, 1, 1, VALUES>
+                 : tiles  ? lines_kernel<N, N, N, VALUES>
+                 : w.back ? lines_kernel<N, N, 1, VALUES>
+                          : lines_kernel<1, N, 1, VALUES>,
+                 w.stats ? dim3(1) : grid, THREADS, 0, ctx, w, amax);
 }
 
-// Thread blocks for `work` items in all groups: a row of the grid for each group. Ragged groups share `work`.
-static dim3 grid_of(Ragged groups, int64_t work, Ctx* ctx) {
-    const int64_t each = groups.group_start ? ceil_div(work, groups.El) : work;
-    return dim3(walking_blocks(ceil_div(each, THREADS), ctx), (unsigned)groups.El);
-}
-
-// The largest magnitudes, in the workspace at `amax`.
-static void find_amax(uint32_t* amax, Fp4Work w, Ctx* ctx) {
-    device_zero(amax, (size_t)w.groups.El * sizeof(uint32_t), ctx);
-    if (fp4_is_nv(w.blocks))
-        launch(amax_kernel, grid_of(w.groups, w.groups.capacity * w.columns / 16, ctx), THREADS, 0, ctx, amax, w);
-}
-
-void fp4_round(floatX* out, floatX* back, const floatX* x, Ragged groups, int64_t columns, Fp4Blocks blocks, Draw draw,
-               Ctx* ctx) {
-    const Fp4Work w = {out, back, x, groups, columns, blocks, draw, NULL};
-    uint32_t* amax = ctx_workspace<uint32_t>(ctx, groups.El);
-    const int64_t work = ceil_div(groups.capacity, blocks.high) * ceil_div(columns, blocks.wide);
-    find_amax(amax, w, ctx);
-    launch(round_kernel, grid_of(groups, work, ctx), THREADS, 0, ctx, w, amax);
-}
-
-void fp4_hadamard(floatX* out, const floatX* x, Ragged groups, int64_t columns, Ctx* ctx) {
-    const int64_t work = ceil_div(groups.capacity, FP4_HADAMARD) * columns;
-    launch(hadamard_kernel, grid_of(groups, work, ctx), THREADS, 0, ctx, out, x, groups, columns);
-}
-
-void fp4_stats(QuantizationStats* stats, const floatX* x, Ragged groups, int64_t columns, Fp4Blocks blocks, Ctx* ctx) {
-    const Fp4Work w = {NULL, NULL, x, groups, columns, blocks, {}, NULL};
-    uint32_t* amax = ctx_workspace<uint32_t>(ctx, groups.El);
-    find_amax(amax, w, ctx);
-    launch(stats_kernel, 1, THREADS, 0, ctx, stats, w, amax);
-}
+void fp4_round(Fp4Work work, Ctx* ctx) { (fp4_is_nv(work.blocks) ? run<16> : run<32>)(work, ctx); }

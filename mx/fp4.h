@@ -32,25 +32,32 @@ enum { FP4_HADAMARD = 16, FP4_SIGNS = 0x9d2c };
 // The rule of a block's scale. MXFP4: MxScale (mx/mxfp8.h). NVFP4: that of the largest magnitude, 6 or the better one.
 enum { NVFP4_SIX = 2, NVFP4_FOUR_SIX };
 
-// Blocks of `high` x `wide` elements in each group of (rows, columns).
+// Blocks of high x wide elements in each group of (rows, columns): 1 x n, n x 1 or n x n, where n is 16 in NVFP4 and 32
+// in MXFP4. The last ones of a group may have fewer rows.
 typedef struct Fp4Blocks {
-    int32_t scale;       // the rule
-    int64_t high, wide;  // smaller at the edges of a group
+    int32_t scale;  // the rule
+    int32_t high, wide;
+    int32_t transform;  // 1, for n x 1: the transformed x is rounded
 } Fp4Blocks;
 
 static inline BOTH_SIDES int fp4_is_nv(Fp4Blocks blocks) { return blocks.scale >= NVFP4_SIX; }
 
-// out = the values of x (capacity, columns), in place or not. Without group_start each of the El groups has `capacity`
-// rows. back: NULL, or (El, columns, capacity): the same values, each group transposed. Workspace: El words.
-void fp4_round(floatX* out, floatX* back, const floatX* x, Ragged groups, int64_t columns, Fp4Blocks blocks, Draw draw,
-               Ctx* ctx);
+// The operands of fp4_round. columns is a multiple of 32.
+typedef struct Fp4Work {
+    floatX* out;      // (capacity, columns): the values of x, in place or not
+    floatX* back;     // NULL, or (El, columns, capacity), not for n x 1: the same, each group transposed
+    const floatX* x;  // (capacity, columns)
+    Ragged groups;    // without group_start each of the El groups has `capacity` rows
+    int64_t columns;
+    Fp4Blocks blocks;
+    Draw draw;
+    QuantizationStats* stats;  // not NULL: += statistics of values to nearest, and no values
+} Fp4Work;
 
-// The random Hadamard transform along the rows of each group, in place or not: out = H S x for 16 rows at a time. H is
-// the Hadamard matrix of 16 over 4, S a diagonal of fixed random signs. H S is orthogonal, so dy^T x keeps its value if
-// both are transformed. Fewer than 16 rows at the end of a group stay as they are. Rows after the last group are not
-// written.
-void fp4_hadamard(floatX* out, const floatX* x, Ragged groups, int64_t columns, Ctx* ctx);
-
-// *stats += statistics of fp4_round to nearest. None is `inexact`, because each block has a scale of its own.
+// Rows after the last group are not written. No element is `inexact`, because each block has a scale of its own.
 // Workspace: El words.
-void fp4_stats(QuantizationStats* stats, const floatX* x, Ragged groups, int64_t columns, Fp4Blocks blocks, Ctx* ctx);
+//
+// transform: the values of H S x, for 16 rows of a group at a time. H is the Hadamard matrix of 16 over 4, S a diagonal
+// of fixed random signs. H S is orthogonal, so dy^T x keeps its value if both are transformed. Fewer than 16 rows at
+// the end of a group stay as they are. H S x is in float32.
+void fp4_round(Fp4Work work, Ctx* ctx);

@@ -1,13 +1,14 @@
-// The arithmetic of mx/fp4.h, the same on CPU and GPU. A block is computed by one thread. Not for host code.
+// The arithmetic of mx/fp4.h, the same on CPU and GPU. Not for host code.
+//
+// A block comes in lines: one down the column if blocks are one element wide, else its rows. A thread of a kernel has a
+// line in registers: nvcc unrolls short loops with constant bounds, and longer ones where it is told. n: its elements,
+// 16 or 32. Where the group ends within a block, zeros follow, which change nothing.
 #pragma once
 
 #include "device/random.h"
 #include "mx/fp4.h"
 #include "mx/mx_values.h"
 #include "mx/mxfp8.h"
-
-// Magnitudes compare like these bits; Inf and NaN are above all others.
-static inline BOTH_SIDES uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7fffffff; }
 
 // x >= 0 to the nearest e4m3, ties to even, at most 448. Below 2^-6 the step is 2^-9, as that of float32 from 2^14 on.
 static inline BOTH_SIDES float e4m3_nearest(float x) {
@@ -17,15 +18,15 @@ static inline BOTH_SIDES float e4m3_nearest(float x) {
     return float_of_bits((u + 0x7ffff + (u >> 20 & 1)) & 0xfff00000u);
 }
 
-// x to e2m1. Its neighbours are the multiples of a step that grows with |x|. word: a random number, NULL: to nearest.
-static inline BOTH_SIDES float e2m1_rounded(float x, const uint32_t* word) {
-    const float a = fabsf(x) > 6 ? 6 : fabsf(x),
-                step = a < 2   ? 0.5f
-                       : a < 4 ? 1.0f
-                               : 2.0f,
-                t = a / step, low = floorf(t);
-    // A fraction of t is a multiple of 2^-24 or smaller than one, so the probability is off by less than 2^-24.
-    return copysignf((word ? low + ((float)(*word >> 8) * 0x1p-24f < t - low) : rintf(t)) * step, x);
+// x to e2m1. Its neighbours are the multiples of a step that grows with |x|. To nearest, ties to even: float32 has that
+// step from `large` on. Or by a random number: a fraction of t is a multiple of 2^-24 or smaller than one, so the
+// probability is off by less than 2^-24. NaN may become 6 here: its block's scale is NaN.
+static inline BOTH_SIDES float e2m1_rounded(float x, bool random, uint32_t word) {
+    const float a = fminf(fabsf(x), 6);
+    const uint32_t power = bits_of(fmaxf(a, 1)) & 0xff800000u;  // of 2 steps: 1, 2 or 4
+    const float step = float_of_bits(power) * 0.5f, large = step * 0x1p23f;
+    const float t = a * float_of_bits(0x7f800000u - power), low = floorf(t);  // a / step
+    return copysignf(random ? (low + ((float)(word >> 8) * 0x1p-24f < t - low)) * step : (a + large) - large, x);
 }
 
 // The factors of a block: before e2m1, and two after it.
@@ -33,11 +34,8 @@ typedef struct Fp4Scale {
     float inverse, block, tensor;
 } Fp4Scale;
 
-static inline BOTH_SIDES float fp4_value(float scaled, Fp4Scale s, const uint32_t* word) {
-    return e2m1_rounded(scaled, word) * s.block * s.tensor;
-}
-
-// From the bits of the largest magnitudes, of the block and of the tensor.
+// From the bits of the largest magnitudes, of the block and of the tensor. largest: the e2m1 that a block's largest
+// magnitude becomes, 6 or 4.
 static inline BOTH_SIDES Fp4Scale mxfp4_scale(int32_t rule, uint32_t amax) {
     // 1.5 = 6 / 2^2: only a mantissa above it carries into the exponent.
     const int32_t exponent = (int32_t)((amax + (rule == MX_RCEIL ? 0x3fffff : 0)) >> 23) - 2;
@@ -46,7 +44,6 @@ static inline BOTH_SIDES Fp4Scale mxfp4_scale(int32_t rule, uint32_t amax) {
     return s;
 }
 
-// largest: the e2m1 that a block's largest magnitude becomes, 6 or 4.
 static inline BOTH_SIDES Fp4Scale nvfp4_scale(int32_t rule, uint32_t amax, uint32_t amax_tensor, int largest) {
     const float most = float_of_bits(0x7f7fffff);
     const float e = fminf((rule == NVFP4_FOUR_SIX ? 1536.0f : 2688.0f) / float_of_bits(amax_tensor), most);
@@ -56,24 +53,94 @@ static inline BOTH_SIDES Fp4Scale nvfp4_scale(int32_t rule, uint32_t amax, uint3
     return s;
 }
 
-// Everything that fp4_round is told.
-typedef struct Fp4Work {
-    floatX *out, *back;
-    const floatX* x;
-    Ragged groups;
-    int64_t columns;
-    Fp4Blocks blocks;
-    Draw draw;
-    QuantizationStats* stats;  // not NULL: += instead of writing values
-} Fp4Work;
-
-// A group's first row and its rows; on the GPU pad rows, zeros, belong to it.
-static inline BOTH_SIDES int64_t fp4_first(Ragged r, int32_t g) {
-    return r.group_start ? r.group_start[g] : g * r.capacity;
+static inline BOTH_SIDES float fp4_value(float x, Fp4Scale s, bool random, uint32_t word) {
+    return e2m1_rounded(x * s.inverse, random, word) * s.block * s.tensor;
 }
-static inline BOTH_SIDES int64_t fp4_rows(Ragged r, int32_t g) { return fp4_first(r, g + 1) - fp4_first(r, g); }
-static inline BOTH_SIDES int64_t fp4_blocks(const Fp4Work* w, int32_t g) {
-    return ceil_div(fp4_rows(w->groups, g), w->blocks.high) * ceil_div(w->columns, w->blocks.wide);
+
+// The squared error of a line, to nearest. By fma in double, in order: the same bits on CPU and GPU, and so is the sum
+// over a block's lines, which is in order too.
+static inline BOTH_SIDES double fp4_error(const float* v, int n, Fp4Scale s) {
+    double sum = 0;
+    UNROLL
+    for (int k = 0; k < n; k++) {
+        const double off = (double)v[k] - fp4_value(v[k], s, false, 0);
+        sum = fma(off, off, sum);
+    }
+    return sum;
+}
+
+// H S x of 16 elements, in place: a butterfly of sums and differences of quarters, which are exact.
+static inline BOTH_SIDES void fp4_hadamard(float* v) {
+    for (int k = 0; k < FP4_HADAMARD; k++) v[k] *= FP4_SIGNS >> k & 1 ? -0.25f : 0.25f;
+    UNROLL
+    for (int half = 1; half < FP4_HADAMARD; half *= 2) {
+        for (int k = 0; k < FP4_HADAMARD; k++)
+            if (!(k & half)) {
+                const float a = v[k], b = v[k + half];
+                v[k] = a + b;
+                v[k + half] = a - b;
+            }
+    }
+}
+
+// A group in blocks of high x wide: its first row, its rows, and those that the transform may take. On the GPU pad
+// rows, zeros, are among its rows. Lines count block by block, to the right and then down.
+typedef struct Fp4Group {
+    int64_t first;
+    int32_t rows, own, columns, high, wide;
+    uint32_t block_lines, lines;
+} Fp4Group;
+
+static inline BOTH_SIDES Fp4Group fp4_group(const Fp4Work* w, int32_t g, int32_t high, int32_t wide) {
+    const Ragged r = w->groups;
+    const int64_t first = r.group_start ? r.group_start[g] : g * r.capacity;
+    const int32_t rows = (int32_t)(r.group_start ? r.group_start[g + 1] - first : r.capacity);
+    const int32_t own = wide > 1 || !w->blocks.transform ? 0 : r.group_start ? r.group_rows[g] : rows;
+    Fp4Group group = {first, rows, own, (int32_t)w->columns, high, wide, wide > 1 ? (uint32_t)high : 1, 0};
+    group.lines = (uint32_t)(ceil_div(rows, high) * (group.columns / wide)) * group.block_lines;
+    return group;
+}
+
+// Line i: its first element, elements inside of the group, and those that the transform may take.
+typedef struct Fp4Line {
+    int32_t row, column, inside, own;
+} Fp4Line;
+
+static inline BOTH_SIDES Fp4Line fp4_line(Fp4Group g, uint32_t i) {
+    const uint32_t block = i / g.block_lines, across = (uint32_t)(g.columns / g.wide);
+    const int32_t r = (int32_t)(block / across) * g.high + (int32_t)(i % g.block_lines), left = g.rows - r;
+    const Fp4Line line = {r, (int32_t)(block % across) * g.wide, g.wide > 1 && left > 0 ? g.wide : left, g.own - r};
+    return line;
+}
+
+// Transforms a line. Returns its largest magnitude, as bits, which compare like magnitudes; Inf and NaN are above all
+// others.
+static inline BOTH_SIDES uint32_t fp4_prepare(float* v, int n, Fp4Line line) {
+    uint32_t amax = 0;
+    for (int k = 0; k < n; k += FP4_HADAMARD)
+        if (k + FP4_HADAMARD <= line.own) fp4_hadamard(v + k);
+    for (int k = 0; k < n; k++) amax = (uint32_t)max_i64(amax, bits_of(v[k]) & 0x7fffffff);
+    return amax;
+}
+
+// The values of a line of group g, in blocks that are `wide`. The random number of an element depends on its column and
+// on the place of its row in the step. Four neighbours along the line share a counter.
+static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int wide, Fp4Scale s, const Fp4Work* w,
+                                         int32_t g, Fp4Line line) {
+    const BatchDraws* draws = w->draw.batch;
+    if (!draws) {
+        UNROLL
+        for (int k = 0; k < n; k++) out[k] = fp4_value(v[k], s, false, 0);
+        return;
+    }
+    const uint64_t row = (uint64_t)(draws->first + line.row), column = (uint64_t)line.column, key = draws->key;
+    const uint64_t counter = (wide == 1 ? column << 40 | row : row << 24 | column) / 4;
+    UNROLL
+    for (int k = 0; k < n; k += 4) {
+        uint32_t word[4];
+        philox(word, key, w->draw.stream + (uint32_t)g, counter + (uint64_t)k / 4);
+        for (int j = 0; j < 4; j++) out[k + j] = fp4_value(v[k + j], s, true, word[j]);
+    }
 }
 
 static inline BOTH_SIDES void fp4_count(QuantizationStats* stats, float x, float scaled, float value) {
@@ -83,75 +150,4 @@ static inline BOTH_SIDES void fp4_count(QuantizationStats* stats, float x, float
     stats->flushed += x != 0 && value == 0;
     stats->signal += (double)x * x;
     stats->noise += ((double)x - value) * ((double)x - value);
-}
-
-// Block i of group g, from left to right, then down. The random number of an element depends on its column and on the
-// place of its row in the step.
-static inline BOTH_SIDES void fp4_block(const Fp4Work* w, int32_t g, int64_t i, uint32_t amax_tensor) {
-    const Fp4Blocks f = w->blocks;
-    const int64_t across = ceil_div(w->columns, f.wide), first = fp4_first(w->groups, g), rows = fp4_rows(w->groups, g);
-    const int64_t r0 = i / across * f.high, c0 = i % across * f.wide;
-    const int64_t r1 = min_i64(r0 + f.high, rows), c1 = min_i64(c0 + f.wide, w->columns);
-    const BatchDraws* draws = w->draw.batch;
-
-    uint32_t amax = 0;
-    for (int64_t r = r0; r < r1; r++)
-        for (int64_t c = c0; c < c1; c++)
-            amax = (uint32_t)max_i64(amax, magnitude_bits((float)w->x[(first + r) * w->columns + c]));
-    Fp4Scale s = fp4_is_nv(f) ? nvfp4_scale(f.scale, amax, amax_tensor, 6) : mxfp4_scale(f.scale, amax);
-
-    // Four Over Six. fma: the same bits on CPU and GPU.
-    if (f.scale == NVFP4_FOUR_SIX) {
-        const Fp4Scale four = nvfp4_scale(f.scale, amax, amax_tensor, 4);
-        double error_6 = 0, error_4 = 0;
-        for (int64_t r = r0; r < r1; r++)
-            for (int64_t c = c0; c < c1; c++) {
-                const float x = (float)w->x[(first + r) * w->columns + c];
-                const double off_6 = (double)x - fp4_value(x * s.inverse, s, NULL);
-                const double off_4 = (double)x - fp4_value(x * four.inverse, four, NULL);
-                error_6 = fma(off_6, off_6, error_6);
-                error_4 = fma(off_4, off_4, error_4);
-            }
-        if (error_4 < error_6) s = four;
-    }
-
-    uint64_t have = UINT64_MAX;  // the counter that `word` belongs to: one serves four neighbours of a block
-    uint32_t word[4];
-    for (int64_t r = r0; r < r1; r++)
-        for (int64_t c = c0; c < c1; c++) {
-            const int64_t at = (first + r) * w->columns + c;
-            const float x = (float)w->x[at], scaled = x * s.inverse;
-            uint64_t element = 0;
-            if (draws) {
-                const uint64_t row = (uint64_t)(draws->first + r);
-                element = f.high > 1 ? (uint64_t)c << 40 | row : row << 24 | (uint64_t)c;
-                if (element / 4 != have) philox(word, draws->key, w->draw.stream + (uint32_t)g, have = element / 4);
-            }
-            const float value = fp4_value(scaled, s, draws ? &word[element % 4] : NULL);
-            if (w->stats) fp4_count(w->stats, x, scaled, value);
-            if (w->out) w->out[at] = value;
-            if (w->back) w->back[((int64_t)g * w->columns + c) * rows + r] = value;
-        }
-}
-
-// H S x for rows r0 .. r0 + 15 of column c of group g: a butterfly of sums and differences of quarters, which are
-// exact. Where the group's own rows end before, they are copied.
-static inline BOTH_SIDES void fp4_transform_rows(floatX* out, const floatX* x, Ragged groups, int32_t g, int64_t r0,
-                                                 int64_t c, int64_t columns) {
-    const int64_t own = groups.group_start ? groups.group_rows[g] : groups.capacity;
-    const int64_t at = (fp4_first(groups, g) + r0) * columns + c,
-                  rows = min_i64(fp4_rows(groups, g) - r0, FP4_HADAMARD);
-    float v[FP4_HADAMARD];
-    for (int64_t k = 0; k < rows; k++) v[k] = (float)x[at + k * columns];
-    if (r0 + FP4_HADAMARD <= own) {
-        for (int k = 0; k < FP4_HADAMARD; k++) v[k] *= FP4_SIGNS >> k & 1 ? -0.25f : 0.25f;
-        for (int half = 1; half < FP4_HADAMARD; half *= 2)
-            for (int k = 0; k < FP4_HADAMARD; k++)
-                if (!(k & half)) {
-                    const float a = v[k], b = v[k + half];
-                    v[k] = a + b;
-                    v[k + half] = a - b;
-                }
-    }
-    for (int64_t k = 0; k < rows; k++) out[at + k * columns] = v[k];
 }

@@ -1,9 +1,12 @@
 // CUDA fake quantization of NVFP4 and MXFP4 against the reference, bit for bit: both sides have the same arithmetic,
-// and the kernel rounds its float32 result to bf16. To nearest and stochastic, rows, columns and tiles with the
-// transposed copy, the Hadamard transform, and statistics. Odd widths, groups without rows, and one with all rows.
+// and the kernel rounds its float32 result to bf16. To nearest and stochastic, rows, columns with the Hadamard
+// transform and without, tiles, the transposed copy, and statistics. Odd widths, groups without rows, and one with all
+// rows.
 #include "mx/fp4.h"
 #include "mx/mxfp8.h"
 #include "tests/ragged.cuh"
+
+static bool small;  // fewer sizes
 
 // Compares with the reference, rounded to bf16. What neither writes is NaN on both sides.
 static void check_values(const char* what, const X& x) {
@@ -29,7 +32,8 @@ struct Numbers {
     ~Numbers() { device_free(dev); }
 };
 
-// x by fp4_round, into another tensor and in place, and its transform. Each has a guard behind it.
+// x by fp4_round, into another tensor and in place. Each has a guard behind it. Random numbers begin with a counter,
+// and in the middle of one.
 static void check_round(X& x, Ragged dev, Ragged ref, int64_t columns, Fp4Blocks blocks, bool with_back) {
     Numbers numbers;
     for (int stochastic = 0; stochastic < 2; stochastic++)
@@ -42,64 +46,69 @@ static void check_round(X& x, Ragged dev, Ragged ref, int64_t columns, Fp4Blocks
                 CUDA_CHECK(cudaMemcpy(out.dev, x.dev, (size_t)x.n * sizeof(floatX), cudaMemcpyDeviceToDevice));
                 settle();
             }
-            fp4_round(out.dev, with_back ? back.dev : NULL, in_place ? out.dev : x.dev, dev, columns, blocks, on_gpu,
+            fp4_round({out.dev, with_back ? back.dev : NULL, in_place ? out.dev : x.dev, dev, columns, blocks, on_gpu},
                       ctx);
-            REFERENCE(fp4_round)
-            (out.ref(), with_back ? back.ref() : NULL, in_place ? out.ref() : x.ref(), ref, columns, blocks, on_host,
-             reference_ctx);
-            check_values(stochastic ? "stochastic" : "nearest", out);
+            const Fp4Work host = {
+                out.ref(), with_back ? back.ref() : NULL, in_place ? out.ref() : x.ref(), ref, columns, blocks,
+                on_host};
+            REFERENCE(fp4_round)(host, reference_ctx);
+            char what[99];
+            snprintf(what, sizeof(what), "rule %d, %dx%d, transform %d, stochastic %d", blocks.scale, (int)blocks.high,
+                     (int)blocks.wide, blocks.transform, stochastic);
+            check_values(what, out);
             check_values("transposed", back);
         }
 }
 
 static const Fp4Blocks all_blocks[] = {
-    {NVFP4_SIX, 1, 16}, {NVFP4_SIX, 16, 1}, {NVFP4_FOUR_SIX, 1, 16}, {NVFP4_FOUR_SIX, 16, 1}, {MX_RCEIL, 1, 32}, {MX_FLOOR, 1, 32}, {MX_RCEIL, 32, 1}};
+    {NVFP4_SIX, 1, 16, 0},      {NVFP4_SIX, 16, 1, 0},      {NVFP4_SIX, 16, 1, 1}, {NVFP4_FOUR_SIX, 1, 16, 0},
+    {NVFP4_FOUR_SIX, 16, 1, 0}, {NVFP4_FOUR_SIX, 16, 1, 1}, {MX_RCEIL, 1, 32, 0},  {MX_FLOOR, 1, 32, 0},
+    {MX_RCEIL, 32, 1, 0},       {MX_RCEIL, 32, 1, 1}};
+static const Fp4Blocks tiles[] = {{NVFP4_SIX, 16, 16, 0}, {NVFP4_FOUR_SIX, 16, 16, 0}, {MX_RCEIL, 32, 32, 0}};
 
 static void test_groups(void) {
-    static const Rows lists[] = {{128, 0, 512, 131}, {0, 1, 0, 31, 33, 97}, {0, 0, 1111, 0}, {5}, {0, 0}};
-    for (const Rows& rows : lists)
-        for (int64_t columns : {(int64_t)32, (int64_t)160, (int64_t)1408}) {
-            Layout l(rows);
-            RowBuffer x(l, columns, 1);
-            for (Fp4Blocks blocks : all_blocks) check_round(x, l.device(), l.reference(), columns, blocks, false);
-            X out(x.n + 64);
-            fp4_hadamard(out.dev, x.dev, l.device(), columns, ctx);
-            REFERENCE(fp4_hadamard)(out.ref(), x.ref(), l.reference(), columns, reference_ctx);
-            check_values("fp4_hadamard", out);
+    static const Rows lists[] = {{129, 0, 5}, {128, 0, 512, 131}, {0, 1, 0, 31, 33, 97}, {0, 0, 1111, 0}, {5}, {0, 0}};
+    static const int64_t widths[] = {160, 32, 1408};
+    for (int i = 0; i < (small ? 1 : 6); i++)
+        for (int k = 0; k < (small ? 1 : 3); k++) {
+            Layout l(lists[i]);
+            RowBuffer x(l, widths[k], 1);
+            for (Fp4Blocks blocks : all_blocks) check_round(x, l.device(), l.reference(), widths[k], blocks, false);
         }
 }
 
 // Without starts: all rows as one group, and weights in tiles.
 static void test_matrices(void) {
-    static const int64_t shapes[][3] = {{1, 1, 32}, {1, 67, 96}, {3, 96, 160}, {7, 288, 416}, {2, 1408, 992}};
-    for (auto& s : shapes) {
-        X x(s[0] * s[1] * s[2], 2);
+    static const int64_t shapes[][3] = {{3, 67, 96},  {1, 1, 32},    {1, 67, 96},
+                                        {3, 96, 160}, {7, 288, 416}, {2, 1408, 992}};
+    for (int i = 0; i < (small ? 1 : 6); i++) {
+        const int64_t count = shapes[i][0], rows = shapes[i][1], columns = shapes[i][2];
+        X x(count * rows * columns, 2);
         x.host[5] = 0, x.host[6] = -0.0;
-        x.send();
         Ragged r = {};
-        r.El = (int32_t)s[0], r.capacity = s[1];
-        for (Fp4Blocks blocks : all_blocks) check_round(x, r, r, s[2], blocks, true);
-        check_round(x, r, r, s[2], {NVFP4_SIX, 16, 16}, true);
-        check_round(x, r, r, s[2], {NVFP4_FOUR_SIX, 16, 16}, true);
-        check_round(x, r, r, s[2], {MX_RCEIL, 32, 32}, true);
-        x.host[7] = s[1] % 2 ? NAN : INFINITY;
-        x.send();
-        for (Fp4Blocks blocks : all_blocks) check_round(x, r, r, s[2], blocks, true);
+        r.El = (int32_t)count, r.capacity = rows;
+        for (int special = 0; special < 2; special++) {
+            if (special) x.host[7] = rows % 2 ? NAN : INFINITY;
+            x.send();
+            for (Fp4Blocks blocks : all_blocks) check_round(x, r, r, columns, blocks, blocks.wide > 1);
+            for (Fp4Blocks blocks : tiles) check_round(x, r, r, columns, blocks, true);
+        }
     }
 }
 
 // Counts are exact. Sums are of the same doubles in another order.
 static void test_stats(void) {
     Ragged r = {};
-    r.El = 3, r.capacity = 96;
-    X x(3 * 96 * 416, 3);
-    for (Fp4Blocks blocks : {Fp4Blocks{NVFP4_SIX, 1, 16}, Fp4Blocks{NVFP4_FOUR_SIX, 16, 16}, Fp4Blocks{MX_FLOOR, 1, 32}}) {
+    r.El = 3, r.capacity = 97;
+    X x(3 * 97 * 416, 3);
+    for (Fp4Blocks blocks : {all_blocks[0], all_blocks[3], all_blocks[7], tiles[0], tiles[1], tiles[2]}) {
         QuantizationStats want = {1, 2, 3, 4, 5, 6}, got;
         QuantizationStats* dev = (QuantizationStats*)device_alloc(sizeof(QuantizationStats), "a test");
         device_upload(dev, &want, sizeof(want), ctx);
-        fp4_stats(dev, x.dev, r, 416, blocks, ctx);
+        fp4_round({NULL, NULL, x.dev, r, 416, blocks, {}, dev}, ctx);
         device_download(&got, dev, sizeof(got), ctx);
-        REFERENCE(fp4_stats)(&want, x.ref(), r, 416, blocks, reference_ctx);
+        const Fp4Work host = {NULL, NULL, x.ref(), r, 416, blocks, {}, &want};
+        REFERENCE(fp4_round)(host, reference_ctx);
         CHECK(got.elements == want.elements && got.saturated == want.saturated && got.flushed == want.flushed &&
                   got.inexact == want.inexact && fabs(got.signal / want.signal - 1) < 1e-10 &&
                   fabs(got.noise / want.noise - 1) < 1e-10,
@@ -110,7 +119,9 @@ static void test_stats(void) {
     }
 }
 
-int main(void) {
+// `small` is for compute-sanitizer.
+int main(int argc, char** argv) {
+    small = argc > 1 && !strcmp(argv[1], "small");
     open_contexts((size_t)1 << 20);
     RUN(test_groups);
     RUN(test_matrices);
