@@ -75,8 +75,10 @@ void permute_rows(void* rows, const void* tokens, Ragged ragged, size_t row_byte
 void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged ragged, int64_t N, int32_t K,
                     int64_t C, int accumulate, Ctx* ctx);
 
-//   dgate[n][k] = sum of drow_gate[token_row[n][k]], 0 where the choice's expert is not local    (N, K), (capacity,
-//   parts)
+//   dgate[n][k] = sum_part drow_gate[token_row[n][k]][part]        dgate (N, K), drow_gate (capacity, parts)
+//
+// It is 0 where the choice's expert is not local. A row's gradient comes in parts if each tile of a GEMM's epilogue
+// writes its own (grouped_gemm_gate_parts).
 void unpermute_gates(real* dgate, const real* drow_gate, int32_t parts, Ragged ragged, int64_t N, int32_t K, Ctx* ctx);
 
 size_t permute_workspace(int64_t N, int32_t K, int32_t El);

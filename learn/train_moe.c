@@ -62,7 +62,7 @@ typedef struct Saved {
     float q[MAX_N * H * QK], kva[MAX_N * KVA];                  // (N, H, QK), (N, KVA), both with positions
     float ckv[MAX_N * LATENT], rstd_kv[MAX_N];                  // (N, LATENT), (N)
     float kv[MAX_N * H * KV];                                   // (N, H, KV): a head's key without position, its value
-    float attention[MAX_N * H * VD], p[BATCH * H * SEQ * SEQ];  // (N, H, VD), (B, H, T, T)
+    float attention[MAX_N * H * VD], p[BATCH * H * SEQ * SEQ];  // (N, H, VD); the probabilities, (B, H, T, T)
     float x2[MAX_N * C], norm2[MAX_N * C], rstd2[MAX_N];        // (N, C), (N, C), (N)
     float h[MAX_N * 2 * DENSE];                                 // (N, 2M): the hidden layer before SwiGLU
     float scores[MAX_N * E], gate[MAX_N * K];                   // (N, E), (N, K)
@@ -120,7 +120,7 @@ static uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// Element i of a random permutation of 0 .. n - 1, another one for each epoch: the order of the windows, without state.
+// Element i of a random permutation of 0 .. n - 1, another one for each epoch: the order of the windows of T tokens.
 // A Feistel network permutes 0 .. 4^half - 1. It is repeated until the result is below n. Program: data/shards.c.
 static int permute(int epoch, int i, int n) {
     const uint64_t golden = 0x9e3779b97f4a7c15u;

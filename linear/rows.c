@@ -24,7 +24,7 @@ Rows rows_as(Rows out, Rows x, const Format* format, Ctx* ctx) {
         ASSERT(!packed);
         x.format->unpack(out.value, x.bytes, x.count, x.columns, 0, ctx);
     } else if (!format_of_rows(format) || x.format) {
-        return x;  // values, and what was rounded once is not rounded again
+        return x;  // values: rows that were rounded once are not rounded again
     } else if (packed) {
         format->pack(format, out.bytes, x.value, x.count, x.columns, ctx);
     } else {

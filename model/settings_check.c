@@ -129,8 +129,8 @@ static void check_stats(const Settings* s) {
               experts = s->expert_precision || s->dispatch_precision;
     if (s->stats_every && !s->linear_precision && !(moe && experts))
         die(EXIT_USAGE,
-            "--mx-stats %ld: nothing that it measures is quantized; it goes with --linear-precision mxfp8 or, where "
-            "there is a MoE block, --expert-precision mxfp8 or --dispatch-precision mxfp8",
+            "--mx-stats %ld: nothing that it measures is quantized; it needs a --linear-precision other than bf16 or, "
+            "where there is a MoE block, such an --expert-precision or --dispatch-precision",
             s->stats_every);
 }
 

@@ -137,7 +137,7 @@ Settings settings_read(Settings s, int ranks, const Json* record) {
     take_newest(&s.init);
     take_newest(&s.sample);
     take_newest(&s.evaluate);
-    // A run that goes on began where its record says, whatever --init.
+    // A resumed run began where its record has it, whatever --init.
     if (record) GIVEN(&s, init) = 0;
     // A record, of a run to resume or of the step that a new stage begins with, or the folder of a model.
     const char *option, *folder = record ? NULL : settings_folder(&s, &option);

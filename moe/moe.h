@@ -3,7 +3,7 @@
 //
 //   1. router     each token's experts and gates                                            moe/router.h
 //   2. dispatch   all-to-all: tokens to the ranks of their experts, beneath the shared MLP  moe/dispatch.h
-//   3. permute    received tokens into rows, sorted by expert                               grouped/permute.h
+//   3. permute    received tokens sorted by expert: rows, or an order for GEMMs to gather   grouped/permute.h
 //   4. experts    each expert's MLP over its rows, all experts in one grouped GEMM          linear/linear.h
 //   5. combine    all-to-all: gate-weighted sums back to their tokens                       moe/dispatch.h
 //

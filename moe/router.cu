@@ -18,7 +18,7 @@
 // A warp per token, lane l has experts l, l + 32, ... in registers:
 //
 //   choose            logits -> scores s -> s + bias -> best groups -> K best -> gates
-//   score_backward    dgate -> ds of the gates, + ds of the auxiliary loss -> dlogits -> hi | lo
+//   score_backward    dgate -> ds of the gates, + ds of the balance loss -> dlogits, + the z-loss's part -> hi | lo
 //
 // Selection: scores become integers of the same order. So two warp reductions (redux.sync) find the best score and the
 // lowest index that has it.
@@ -205,7 +205,7 @@ static __device__ __forceinline__ void z_backward(float (&d)[J], const float (&p
 }
 
 // dlogits of a token, split in two bf16: its row is hi (E), then lo (E). One warp per token, lane l has experts l,
-// l + 32, ...; d is ds, then dlogits. count is NULL without auxiliary loss. The grid also copies Wg twice into weights.
+// l + 32, ...; d is ds, then dlogits. count is NULL without balance loss. The grid also copies Wg twice into weights.
 template <int J>
 static __global__ void __launch_bounds__(256)
     score_backward(floatX* dlogits, const float* dgate, const float* scores, const int32_t* expert, const float* gate,

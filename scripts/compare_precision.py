@@ -26,10 +26,12 @@ may be deleted. Other runs resume from their newest checkpoint. The table goes t
 of the runs goes to standard error, or with --at-once to OUT/NAME/output.txt. The picture is OUT/compare.svg.
 
 A gap is the training loss minus that of bf16 with the same seed, as a mean over the last --window steps. Above 0 is
-worse. Without --all-seeds every set has the first seed. A further seed of bf16 has a row and a curve of its own, "bf16,
-seed K", and its gap is to the first seed. With --all-seeds a set shows mean ± standard error (number of seeds). Its
-curve is the mean, in a band from the lowest to the highest seed. The picture begins where bf16's loss has made 80 % of
-its way, or in the middle of the run if that is earlier. Standard library only.
+worse. "Above bf16" compares the validation loss with that of bf16 with the same seed, in percent. Without --all-seeds
+every set has the first seed. A further seed of bf16 has a row and a curve of its own, "bf16, seed K", and
+its gap is to the first seed. With --all-seeds a set shows mean ± standard error (number of seeds). Its curve is the
+mean, in a band from the lowest to the highest seed. The picture begins where bf16's loss has made 80 % of its way, or
+in the middle of the run if that is earlier. With --mx-stats after `--`, sets in which nothing is quantized do without.
+Standard library only.
 """
 import script
 from script import Failure
@@ -77,7 +79,7 @@ def estimate(values, form):
     known = [v for v in values if v is not None]
     text = number(mean(known), form)
     if len(known) > 1:
-        text += " ± " + number(statistics.stdev(known) / math.sqrt(len(known)), ".5f")
+        text += " ± " + number(statistics.stdev(known) / math.sqrt(len(known)), form.lstrip("+"))
     return f"{text} ({len(known)})" if len(values) > 1 else text
 
 
@@ -89,17 +91,17 @@ class Run:
             self.options += ["--data-seed", str(data_seed)]
         # Its steps: the last --steps of the options, or those of its log.
         given = re.findall(r"^--steps[=\n]([1-9]\d*)$", "\n".join(options), re.M)
-        self.rows, self.steps = {}, int(given[-1]) if given else None
+        self.rows, self.config, self.steps = {}, {}, int(given[-1]) if given else None
 
     def read(self):
         """Reads the log so far: self.rows by step, and self.steps, the steps of the whole run."""
         path = self.folder / "log.jsonl"
         if path.exists():
             try:
-                config, self.rows = read_log(path, COLUMNS)
+                self.config, self.rows = read_log(path, COLUMNS)
             except NoLog as error:
                 fail(error)
-            self.steps = config.get("steps")
+            self.steps = self.config.get("steps")
             if type(self.steps) is not int:
                 fail(f"{path} is not a log of train_moe: line 1: no number of steps")
 
@@ -166,6 +168,16 @@ def ask_to_stop(process, program):
     process.send_signal(signal.SIGUSR1)
 
 
+def check_precisions(program, runs):
+    """The program has the precisions of all runs. So a wrong name does not wait until the runs before it have ended."""
+    told = subprocess.run([program, "--help", "all"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    choices = dict(re.findall(r"^ *(--(?:\w+-)?precision) (\S+)", told.stdout, re.M))
+    for run in runs:
+        for option, value in zip(run.options, run.options[1:]):
+            if value not in choices.get(option, value).split("|"):
+                fail(f"{run.name}: {option} takes one of {choices[option]}, not '{value}'")
+
+
 def train(runs, launch, program, at_once):
     """All runs, at_once at a time. The first that fails, or a signal to this script, makes the others save and stop."""
     for run in runs:
@@ -173,6 +185,8 @@ def train(runs, launch, program, at_once):
         if run.finished():
             print(f"{run.name}: finished already", file=sys.stderr)
     waiting, slots, wrong = [run for run in runs if not run.finished()], [None] * min(at_once, len(runs)), []
+    if waiting:
+        check_precisions(program, waiting)
     asked, came = [], []  # signals to stop; those from outside
 
     def ask(number, _):
@@ -241,6 +255,12 @@ def gap_curve(run, base, length):
     return windows([(step, None if None in (a, b) else a - b) for step, a, b in pairs], length)
 
 
+def above(run, base):
+    """How far its last validation loss is above that of the other run, in percent."""
+    own, other = (one.rows[one.steps].get("val_loss") for one in (run, base))
+    return None if None in (own, other) else 100 * (own / other - 1)
+
+
 def gap_curves(group, base, length):
     return [gap_curve(run, other, length) for run, other in zip(group.runs, base.runs)]
 
@@ -259,9 +279,9 @@ def table(groups, length):
     """A row for each group; the first is the one that the others are compared with."""
     base = groups[0]
     last = min(LAST, len(base.runs[0].rows))
-    yield (f"| set | validation loss | training loss, last {last} steps | largest gap to {base.name} | mean gap "
-           "| tokens/s | memory, GiB |")
-    yield "|---|---|---|---|---|---|---|"
+    yield (f"| set | validation loss | above {base.name}, % | training loss, last {last} steps "
+           f"| largest gap to {base.name} | mean gap | tokens/s | memory, GiB |")
+    yield "|---|---|---|---|---|---|---|---|"
     for group in groups:
         # How far it is from the first: the step of the mean curve that is farthest, and the mean of each seed's curve.
         gaps = gap_curves(group, base, length) if group is not base else [[]]
@@ -273,9 +293,10 @@ def table(groups, length):
         mean_gaps = [mean([v for _, v in curve]) for curve in gaps]
 
         runs = group.runs
+        far = "-" if group is base else estimate([above(*pair) for pair in zip(runs, base.runs)], "+.3f")
         speeds = [v for run in runs for v in run.column("tokens_per_s") if v is not None]
         memory = [v for run in runs for v in run.column("mem_gib") if v is not None]
-        yield (f"| {group.name} | {estimate([run.rows[run.steps].get('val_loss') for run in runs], '.5f')} "
+        yield (f"| {group.name} | {estimate([run.rows[run.steps].get('val_loss') for run in runs], '.5f')} | {far} "
                f"| {estimate([mean(run.column('loss')[-LAST:]) for run in runs], '.5f')} | {largest} "
                f"| {estimate(mean_gaps, '+.5f')} "
                f"| {number(statistics.median(speeds) if speeds else None, ',.0f')} "
@@ -317,6 +338,8 @@ def svg(sets, seeds, length, title=TITLE, each=1):
     if any(curve.marks for curve in marks):
         panels.append(Panel("validation loss, nats a token", marks, shown=drawn(marks, start)))
     key = f"training loss and gap: mean of the last {length * each} steps"
+    if len(base.runs) > 1:
+        key += f"; bands: from the lowest to the highest of {len(base.runs)} seeds"
     return draw_svg(panels, [group.name for group in groups], "step", title, key, start)
 
 
@@ -328,7 +351,7 @@ def arguments():
         program = ROOT / "build/cpu/train_moe"
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FOLDER", help="of the runs and the picture")
     parser.add_argument("--precisions", default=PRECISIONS, metavar="NAMES",
-                        help=f"beside bf16: choices of --precision, with commas between (default: {PRECISIONS})")
+                        help=f"next to bf16: choices of --precision, with commas between (default: {PRECISIONS})")
     parser.add_argument("--gemms", action="append", default=[], metavar="NAME",
                         help=f"a table by GEMM: this precision of {', '.join(GEMMS)} alone, and of all; may be repeated")
     parser.add_argument("--from", type=pathlib.Path, metavar="FOLDER", dest="weights",
@@ -369,6 +392,10 @@ def arguments():
     for name in args.only or []:
         if name not in args.options:
             parser.error(f"--only {name}: the sets are {', '.join(args.options)}")
+    if any(option.split("=")[0] == "--mx-stats" for option in common):
+        for options in args.options.values():
+            if not any(re.match("--((expert|linear|dispatch)-)?precision", option) for option in options):
+                options += ["--mx-stats", "0"]  # nothing that it measures is quantized
     for option in common + [option for options in args.options.values() for option in options]:
         name = option.split("=")[0]
         if name in ("--out", "--resume", "--seed", "--help", "-h", "--version", "--dry-run"):
@@ -426,9 +453,11 @@ def main():
         odd = run.column("loss").count(None)
         if odd:
             print(f"\n{run.name}: the loss of {odd} steps was not finite; they are left out.")
-    print(f"\nNats a token; gaps in the training loss as a mean of {length} steps.")
+    print(f"\nNats a token; gaps in the training loss as a mean of {length} step{'s' * (length > 1)}.")
     if args.all_seeds:
-        print("Of several seeds: the mean ± its standard error (seeds).")
+        print("Of several seeds: the mean ± its standard error (seeds). Seeds are compared in pairs.")
+    config = runs[0].config
+    print(f"{runs[0].steps} steps of {config.get('tokens-per-step', '?')} tokens; {config.get('build', '?')}; {config.get('device', '?')}.")
     print(f"wrote {args.out / 'compare.svg'}")
 
 

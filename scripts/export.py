@@ -183,6 +183,15 @@ def write(step, out, dtype, copies, experts):
         (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n")
 
 
+def warn_untrained(options):
+    """The experts of a run with other options than these were trained with other values than a release in MXFP4 has."""
+    trained = {"expert-precision": "mxfp4-weights", "mx-scale": "rceil"}
+    others = " ".join(f"--{name} {options.get(name)}" for name, value in trained.items() if options.get(name) != value)
+    if others:
+        print(f"export.py: warning: the experts were trained with {others}, and --experts mxfp4 rounds them to other values; "
+              "train_moe --evaluate has the loss of the release", file=sys.stderr)
+
+
 def refuse_existing(out):
     if os.path.lexists(out):
         raise Failure(f"{out} is there already; choose another name")
@@ -193,6 +202,8 @@ def export(step, out, dtype, experts):
     check(step)
     config = read_json(step / "config.json")
     config["torch_dtype"] = dtype
+    if experts == "mxfp4":
+        warn_untrained(read_json(step / "manifest.json").get("options", {}))
     out.parent.mkdir(parents=True, exist_ok=True)
     with script.in_place(out, create=pathlib.Path.mkdir) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -80,7 +80,7 @@ class Compare(unittest.TestCase):
 
     def rows(self):
         lines = [line for line in self.first.stdout.splitlines() if line.startswith("|")]
-        self.assertTrue(all(line.count("|") == 8 for line in lines), lines)
+        self.assertTrue(all(line.count("|") == 9 for line in lines), lines)
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
         return {row[0]: row[1:] for row in cells[2:]}
 
@@ -108,10 +108,12 @@ class Compare(unittest.TestCase):
         self.assertEqual(list(rows), list(self.ROWS))
         self.assertIn(f"training loss, last {STEPS} steps", self.first.stdout)
         base = [row["loss"] for row in self.log("bf16")[1]]
-        for name, (val, train, largest, mean_gap, speed, memory) in rows.items():
+        for name, (val, above, train, largest, mean_gap, speed, memory) in rows.items():
             log = self.log(self.ROWS[name])[1]
             if name == "bf16":
-                self.assertEqual((largest, mean_gap), ("-", "-"))
+                self.assertEqual((above, largest, mean_gap), ("-", "-", "-"))
+            else:
+                self.assertAlmostEqual(float(above), 100 * (log[-1]["val_loss"] / self.log("bf16")[1][-1]["val_loss"] - 1), delta=6e-4)
             loss = [row["loss"] for row in log]
             self.assertAlmostEqual(float(val), log[-1]["val_loss"], delta=6e-6)
             self.assertAlmostEqual(float(train), sum(loss) / STEPS, delta=6e-6)
@@ -129,7 +131,7 @@ class Compare(unittest.TestCase):
 
     def test_equal_sets_have_no_gap(self):
         same, bf16 = self.rows()["same"], self.rows()["bf16"]
-        self.assertEqual(same[:4], [*bf16[:2], "0", "0"])
+        self.assertEqual(same[:5], [bf16[0], "0", bf16[2], "0", "0"])
 
     def test_picture(self):
         root = ET.parse(self.out / "compare.svg").getroot()
@@ -139,6 +141,7 @@ class Compare(unittest.TestCase):
         self.assertIn("training loss, nats a token", texts)
         self.assertIn("gap to bf16, nats a token", texts)
         self.assertIn(f"training loss and gap: mean of the last {WINDOW} steps", texts)
+        self.assertIn(f"\n{STEPS} steps of 64 tokens; {self.log('bf16')[0]['build']}; CPU, ", self.first.stdout)
         # Beside another seed the gaps of the sets would be flat: those of the sets have a panel alone.
         above, alone, below, val = [[path for path in group.iter(SVG + "path")] for group in root.iter(SVG + "g")]
         for curves, count in ((above, 5), (alone, 4), (below, 5)):
@@ -264,6 +267,21 @@ class Compare(unittest.TestCase):
         self.fails(self.command("--window", STEPS + 1, out=out, steps=999, more=(f"--steps={STEPS}",)), says)
         self.fails(self.command("--window", STEPS + 1, "--set", "short", f"--steps {STEPS}", out=out, steps=999), says)
         self.assertFalse(out.exists())
+
+    def test_unknown_precisions_are_refused_before_anything_is_trained(self):
+        out = self.dir / "unknown"
+        for args, says in ((("--precisions", "fp8"), "fp8: --precision takes one of bf16|"),
+                           (("--gemms", "mxfp4-weights"), "mxfp4-weights-linear: --linear-precision takes one of bf16|"),
+                           (("--gemms", "mxfp8-exact"), "mxfp8-exact-wgrad: --wgrad-precision takes one of bf16|")):
+            self.fails(self.command(*args, out=out), says)
+        self.assertFalse(out.exists())
+
+    def test_statistics_where_something_is_quantized(self):
+        out = self.dir / "statistics"
+        done = self.run_script(self.command("--precisions", "", "--gemms", "nvfp4", out=out, steps=2, more=("--mx-stats", "1")))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        has = {path.parent.name: "mx_stats" in path.read_text().splitlines()[-1] for path in out.glob("*/log.jsonl")}
+        self.assertEqual(has, {"bf16": False, "nvfp4-expert": True, "nvfp4-linear": True, "nvfp4-wgrad": False, "nvfp4": True})
 
     def test_failures_say_what_failed(self):
         out = self.dir / "failed"

@@ -152,21 +152,23 @@ class Seeds(unittest.TestCase):
         rows, ends = self.rows(done), ("", "-seed-2", "-seed-3")
         self.assertEqual(list(rows), ["bf16", "mxfp8"])
 
-        def check(cell, numbers):
+        def check(cell, numbers, delta=6e-6):
             found = re.fullmatch(r"([+-]?[\d.]+) ± ([\d.]+) \((\d+)\)", cell)
             self.assertTrue(found, cell)
-            self.assertAlmostEqual(float(found[1]), sum(numbers) / 3, delta=6e-6)
-            self.assertAlmostEqual(float(found[2]), statistics.stdev(numbers) / 3**0.5, delta=6e-6)
+            self.assertAlmostEqual(float(found[1]), sum(numbers) / 3, delta=delta)
+            self.assertAlmostEqual(float(found[2]), statistics.stdev(numbers) / 3**0.5, delta=delta)
             self.assertEqual(found[3], "3")
 
-        for name, (val, train, largest, mean_gap, speed, memory) in rows.items():
+        for name, (val, _, train, _, _, speed, memory) in rows.items():
             check(val, [self.losses(out, name + end, "val_loss")[STEPS] for end in ends])
             check(train, [statistics.fmean(self.losses(out, name + end).values()) for end in ends])
             self.assertEqual((speed, memory), ("2,012", "3.00"))  # the median and the largest of all three
-        self.assertEqual(rows["bf16"][2:4], ["-", "-"])
+        self.assertEqual([rows["bf16"][i] for i in (1, 3, 4)], ["-", "-", "-"])
+        pairs = [[self.losses(out, name + end, "val_loss")[STEPS] for name in ("mxfp8", "bf16")] for end in ends]
+        check(rows["mxfp8"][1], [100 * (own / bf16 - 1) for own, bf16 in pairs], 6e-4)
         gaps = [self.gaps(out, "mxfp8" + end, "bf16" + end) for end in ends]
-        check(rows["mxfp8"][3], [statistics.fmean(gap.values()) for gap in gaps])
-        value, step = re.fullmatch(r"([+-][\d.]+) \(step (\d+)\)", rows["mxfp8"][2]).groups()
+        check(rows["mxfp8"][4], [statistics.fmean(gap.values()) for gap in gaps])
+        value, step = re.fullmatch(r"([+-][\d.]+) \(step (\d+)\)", rows["mxfp8"][3]).groups()
         means = {step: statistics.fmean(gap[step] for gap in gaps) for step in gaps[0]}
         self.assertAlmostEqual(float(value), means[int(step)], delta=6e-6)
         self.assertAlmostEqual(float(value), max(means.values()), delta=6e-6)
@@ -180,10 +182,10 @@ class Seeds(unittest.TestCase):
         self.assertEqual(list(rows), list(folders))
         for name, folder in folders.items():
             self.assertEqual(rows[name][0], f"{self.losses(out, folder, 'val_loss')[STEPS]:.5f}")
-            self.assertEqual(rows[name][1], f"{statistics.fmean(self.losses(out, folder).values()):.5f}")
+            self.assertEqual(rows[name][2], f"{statistics.fmean(self.losses(out, folder).values()):.5f}")
             if name != "bf16":
                 gap = statistics.fmean(self.gaps(out, folder, "bf16").values())
-                self.assertAlmostEqual(float(rows[name][3]), gap, delta=6e-6)
+                self.assertAlmostEqual(float(rows[name][4]), gap, delta=6e-6)
         self.assertNotIn("±", done.stdout)
 
         # The picture has the same: each curve ends where the run of its row does, in every panel of losses.
@@ -254,7 +256,7 @@ else:
         for steps, window in ((600, 50), (120, 12)):
             done = self.compare(self.dir / f"many_{steps}", "--only", "bf16", more=("--steps", str(steps)), window=())
             rows = (self.dir / f"many_{steps}/bf16/log.jsonl").read_text().splitlines()[-50:]
-            self.assertEqual(self.rows(done)["bf16"][1], f"{statistics.fmean(json.loads(row)['loss'] for row in rows):.5f}")
+            self.assertEqual(self.rows(done)["bf16"][2], f"{statistics.fmean(json.loads(row)['loss'] for row in rows):.5f}")
             self.assertIn("training loss, last 50 steps", done.stdout)
             self.assertIn(f"as a mean of {window} steps", done.stdout)
 
@@ -272,6 +274,7 @@ else:
         texts = ET.parse(out / "compare.svg").iter(SVG + "text")
         steps = [float(text.text) for text in texts if (text.get("text-anchor"), text.get("font-size")) == ("middle", "13")]
         self.assertTrue(steps and min(steps) >= min(start, STEPS // 2), (steps, start))  # the picture begins there
+        self.assertIn("bands: from the lowest to the highest of 3 seeds", (out / "compare.svg").read_text())
         panels = list(self.panels(out))
         self.assertEqual(len(panels), 3)
         for (group, value, shown), curves in zip(panels, expected):

@@ -68,6 +68,15 @@ class Docs(unittest.TestCase):
                 if anchor:
                     self.assertIn(anchor, anchors(file), f"{page.name}: {target}")
 
+    def test_lines(self):
+        """docs/code.md knows the length of the files that it names in order, to a tenth."""
+        rows = re.findall(r"^\| \d+ \| (.*) \| (?:\d+ of )?(\d+) \|$", (ROOT / "docs/code.md").read_text(), re.M)
+        self.assertGreater(len(rows), 8)
+        for text, said in rows:
+            names = re.findall(r"\]\(([^)#]+)\)", text)
+            count = sum((ROOT / "docs" / name).read_text().count("\n") for name in names)
+            self.assertAlmostEqual(int(said), count, delta=0.1 * count, msg=names)
+
     def test_figures(self):
         """Each figure is on a page, readable at its size, and made by scripts/figures.py."""
         shown = {page.parent / target for page in PAGES for target in re.findall(r"!\[[^\]]+\]\(([\w./]+\.svg)\)", page.read_text())}

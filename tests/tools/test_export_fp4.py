@@ -1,4 +1,6 @@
 """MXFP4 values of scripts/export.py --experts mxfp4: python3 tests/tools/test_export_fp4.py"""
+import contextlib
+import io
 import pathlib
 import sys
 import unittest
@@ -24,6 +26,16 @@ class Values(unittest.TestCase):
         self.assertLess(float((got != want).mean()), 0.02)
         self.assertTrue((np.abs(got - want) <= np.abs(x).max(1, keepdims=True) / 2).all())
         self.assertEqual(int((got.view("uint32") & 0xFFFF).max()), 0)
+
+    def test_a_run_of_another_precision_is_named(self):
+        import export
+        for options, said in (({"expert-precision": "mxfp4-weights", "mx-scale": "rceil"}, ""),
+                              ({"expert-precision": "bf16", "mx-scale": "rceil"}, "trained with --expert-precision bf16, and"),
+                              ({"expert-precision": "mxfp4-weights", "mx-scale": "floor"}, "trained with --mx-scale floor, and")):
+            with contextlib.redirect_stderr(io.StringIO()) as told:
+                export.warn_untrained(options)
+            self.assertIn(said, told.getvalue())
+            self.assertEqual(bool(said), bool(told.getvalue()))
 
 
 if __name__ == "__main__":
