@@ -14,7 +14,7 @@
 //   gate, dgate    (N, K)
 //
 // Ties go to the lower index. A token with NaN scores still gets K distinct experts. The selection bias changes the
-// selection only: gradients reach x and Wg through the gates and the auxiliary loss alone.
+// selection only: gradients reach x and Wg through the gates and the router's own losses alone.
 //
 // Load balancing sets the selection bias once a step (moe/balance.h).
 #pragma once
