@@ -178,13 +178,11 @@ void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx) {
     for (LinearGradient* p = products; p < products + count; p++) {
         const Weight* w = p->weight;
         measure_weight(w, ctx);
-        if (format_packed(w->wgrad)) {
+        if (format_packed(w->wgrad))
             packed = w;
-            continue;
-        }
-        // dW = dy^T x
-        matmul_wgrad(w->grad, wgrad_values(w, STATS_DY, p->dy, N, w->OC, ctx),
-                     wgrad_values(w, STATS_X, p->x, N, w->IC, ctx), N, w->IC, w->OC, w->accumulate, ctx);
+        else
+            matmul_wgrad(w->grad, wgrad_values(w, STATS_DY, p->dy, N, w->OC, ctx),
+                         wgrad_values(w, STATS_X, p->x, N, w->IC, ctx), N, w->IC, w->OC, w->accumulate, ctx);
     }
     if (packed) packed->wgrad->gemms->wgrads(products, count, N, tokens_of(packed, N), ctx);
 }

@@ -5,8 +5,7 @@
 #include "moe/moe_buffers.h"
 
 size_t moe_workspace(MoeShape s) {
-    size_t bytes = max_size(router_workspace(s.router), matmul_workspace());
-    return max_size(bytes, dispatch_workspace(dispatch_shape(s)));
+    return max_size(max_size(router_workspace(s.router), matmul_workspace()), dispatch_workspace(dispatch_shape(s)));
 }
 
 // The formats of this block, which may be floatX where those of others are not.
