@@ -7,26 +7,20 @@
 // Grouped GEMM on the CPU. Experts have different numbers of rows, so threads take (expert, tile) pairs dynamically.
 // Tile i is an expert's rows from i * TILE on; it is empty for an expert with fewer rows.
 
-// y[r] = W_e x[r], or W_e^T x[r] if transposed, with x of `in` columns and y of `out`.
-static void multiply(floatX* y, const floatX* x, const floatX* w, int transposed, Ragged r, int64_t in, int64_t out) {
+static int64_t most_tiles(Ragged r) {
     int64_t most = 0;
     for (int32_t e = 0; e < r.El; e++) most = max_i64(most, r.group_rows[e]);
-#pragma omp parallel for schedule(dynamic) collapse(2)
-    for (int64_t tile = 0; tile < ceil_div(most, TILE); tile++)
-        for (int32_t e = 0; e < r.El; e++) {
-            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
-            if (rows > 0)
-                gemm(0, !transposed, rows, out, in, 1, x + at * in, in, w + e * out * in, transposed ? out : in, 0,
-                     y + at * out, out);
-        }
+    return ceil_div(most, TILE);
 }
 
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    multiply(y, x, w, 0, r, IC, OC);
-}
-
-void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    multiply(dx, dy, w, 1, r, OC, IC);
+    int64_t tiles = most_tiles(r);
+#pragma omp parallel for schedule(dynamic) collapse(2)
+    for (int64_t tile = 0; tile < tiles; tile++)
+        for (int32_t e = 0; e < r.El; e++) {
+            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
+            if (rows > 0) gemm(0, 1, rows, OC, IC, 1, x + at * IC, IC, w + e * OC * IC, IC, 0, y + at * OC, OC);
+        }
 }
 
 int grouped_gemm_fuses(const Ctx* ctx) { return 0; }
@@ -57,6 +51,16 @@ void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX
     // A row's sum is its first part, the others are zeros.
     for (int64_t i = r.group_start[r.El] * parts - 1; i >= 0; i--) dgate[i] = i % parts ? 0 : dgate[i / parts];
     free(rows);
+}
+
+void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    int64_t tiles = most_tiles(r);
+#pragma omp parallel for schedule(dynamic) collapse(2)
+    for (int64_t tile = 0; tile < tiles; tile++)
+        for (int32_t e = 0; e < r.El; e++) {
+            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
+            if (rows > 0) gemm(0, 0, rows, IC, OC, 1, dy + at * OC, OC, w + e * OC * IC, IC, 0, dx + at * IC, IC);
+        }
 }
 
 void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,
