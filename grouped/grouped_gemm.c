@@ -65,11 +65,9 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r,
 
 void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,
                         int64_t OC, int accumulate, Ctx* ctx) {
-    floatX* rows = order == DY_BY_TOKEN  ? permuted(dy, r, OC, ctx)
-                   : order == X_BY_TOKEN ? permuted(x, r, IC, ctx)
-                                         : NULL;
-    if (order == DY_BY_TOKEN) dy = rows;
-    if (order == X_BY_TOKEN) x = rows;
+    floatX* rows = NULL;
+    if (order == DY_BY_TOKEN) dy = rows = permuted(dy, r, OC, ctx);
+    if (order == X_BY_TOKEN) x = rows = permuted(x, r, IC, ctx);
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int32_t e = 0; e < r.El; e++)
         for (int64_t o = 0; o < OC; o += TILE) {

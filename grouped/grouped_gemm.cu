@@ -165,7 +165,7 @@ template <typename P, int SHAPE>
 __device__ __forceinline__ void swiglu_backward(Shared<P>& s, const float (&d)[PARTS<P, SHAPE>][COLUMNS<SHAPE> / 2],
                                                 const WorkItem& tile, const Epilogue& to, int columns,
                                                 RingSlot<P::STAGES>& stage, Writer& writer) {
-    constexpr int PIECES = COLUMNS<SHAPE> / BOX, LAST = PIECES - 1, AT_ONCE = P::PING_PONG ? 2 : 1;
+    constexpr int PIECES = COLUMNS<SHAPE> / BOX, AT_ONCE = P::PING_PONG ? 2 : 1;
     const int lane = writer.lane, row_of_warp = first_box<P>() * BOX + threadIdx.x / 32 % 4 * 16;
     float weight[AT_ONCE][2] = {}, dot[AT_ONCE][2] = {};
 #pragma unroll
@@ -187,7 +187,7 @@ __device__ __forceinline__ void swiglu_backward(Shared<P>& s, const float (&d)[P
                                   piece.column, tile.m + row, columns, tile.valid - row, weight[k], dot[k]);
 
             // <da', a> of 128 columns, summed in a fixed order.
-            if (i % 2 == 1 || i % PIECES == LAST || piece.column + BOX >= columns)
+            if (i % 2 == 1 || piece.column + BOX >= columns)
                 for (int half = 0; half < 2; half++) {
                     float sum = dot[k][half];
                     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -221,7 +221,7 @@ __device__ __forceinline__ void compute(Shared<P>& s, const WorkItem& item, int 
         const int row = (part * PART_BOXES<P> + first_box<P>()) * BOX + threadIdx.x / 32 % 4 * 16;
         const int m = tile.m + row, expert = tile.expert;
         if constexpr (P::GATE_UP)
-            write_swiglu<COLUMNS<SHAPE>>(writer, d[part], to, tile.n / 2, m, to.columns, tile.valid - row);
+            write_swiglu<COLUMNS<SHAPE>>(writer, d[part], to, tile.n / 2, m, tile.valid - row);
         else if (P::OVER_ROWS)
             write<Out, COLUMNS<SHAPE>>(writer, d[part], tile.n, columns, 16,
                                        [&](const void* piece, int n) { tma_write(add, &to.out, piece, n, m, expert); });
@@ -345,10 +345,8 @@ void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w1
     if (!check_sizes(r, C, F)) return;
     ASSERT(!ctx->portable);
     const CUtensorMap w = matrix_map(w13, 2 * r.El, F, C, BOX, ctx);
-    Epilogue to = {};
-    to.out = gate_up_map(h, r, F, 16, ctx);
-    to.activation = matrix_map(a, 0, r.capacity, F, 16, ctx);
-    to.columns = (int)F;
+    const Epilogue to = {
+        gate_up_map(h, r, F, 16, ctx), matrix_map(a, 0, r.capacity, F, 16, ctx), {}, NULL, NULL, 0, 0, (int)F};
     run<Swiglu>(w, w, to, groups_of(r, 0, 2 * round_up(F, BOX), C, ctx), tokens_of(x, r, C), ctx);
 }
 

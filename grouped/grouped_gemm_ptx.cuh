@@ -65,19 +65,15 @@ static __device__ __forceinline__ void tma_store(const CUtensorMap* map, const v
                  : "memory");
 }
 
-// TMA reduction: adds the box in shared memory to the tensor.
-static __device__ __forceinline__ void tma_add(const CUtensorMap* map, const void* from, int x, int y, int z) {
-    asm volatile(
-        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-        "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
-        : "memory");
-}
-
-// The same with a choice at run time: adds the box to the tensor, or stores it.
+// The same, or a TMA reduction: adds the box to the tensor.
 static __device__ __forceinline__ void tma_write(bool add, const CUtensorMap* map, const void* from, int x, int y,
                                                  int z) {
     if (add)
-        tma_add(map, from, x, y, z);
+        asm volatile(
+            "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+                map),
+            "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+            : "memory");
     else
         tma_store(map, from, x, y, z);
 }

@@ -38,8 +38,9 @@ __device__ __forceinline__ uint32_t swiglu_pair(const float* gate, const float* 
 // Forward, a warp's 16 rows of N sums: N / 2 of the gate, N / 2 of the up.
 template <int N>
 __device__ __forceinline__ void write_swiglu(Writer& writer, const float (&d)[N / 2], const Epilogue& to, int n, int m,
-                                             int columns, int valid) {
+                                             int valid) {
     const float *gate = d, *up = d + N / 4;
+    const int columns = to.columns;
     write<floatX, N / 2>(writer, gate, n, columns, valid,
                          [&](const void* piece, int c) { tma_store(&to.out, piece, c, m, 0); });
     write<floatX, N / 2>(writer, up, n, columns, valid,

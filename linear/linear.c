@@ -138,9 +138,7 @@ void linear_dgrad(floatX* dx, LinearGradient* product, int64_t N, int accumulate
     ASSERT(!accumulate || !w->format);
     if (is_packed_both(w)) {
         weight_measure(w, STATS_DY, w->format, product->dy, N, w->OC, ctx);
-        in = room_for(w, N, w->OC);
-        in.format = w->format;
-        in.packed = 1;
+        in = rows_packed(room_for(w, N, w->OC), w->format);
         w->format->gemms->pack_both(product, in.bytes, N, tokens_of(w, N), ctx);
     } else {
         in = operand_of(w, STATS_DY, product->dy, N, w->OC, ctx);
@@ -159,9 +157,7 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
     const Weight* w = product->weight;
     // Fused: the backward of SwiGLU packs dh for dgrad and wgrad.
     if (is_packed_both(w) && !w->stats) {
-        Rows in = room_for(w, N, w->OC);
-        in.format = w->format;
-        in.packed = 1;
+        const Rows in = rows_packed(room_for(w, N, w->OC), w->format);
         if (w->format->gemms->swiglu_backward_both(product, in.bytes, a, da, h, N, tokens_of(w, N), ctx)) {
             w->format->gemms->gemm(dx, in, w, 1, tokens_of(w, N), ctx);
             return;
@@ -183,13 +179,11 @@ void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx) {
     for (LinearGradient* p = products; p < products + count; p++) {
         const Weight* w = p->weight;
         measure_weight(w, ctx);
-        if (format_packed(w->wgrad)) {
+        if (format_packed(w->wgrad))
             packed = w;
-            continue;
-        }
-        // dW = dy^T x
-        matmul_wgrad(w->grad, wgrad_values(w, STATS_DY, p->dy, N, w->OC, ctx),
-                     wgrad_values(w, STATS_X, p->x, N, w->IC, ctx), N, w->IC, w->OC, w->accumulate, ctx);
+        else
+            matmul_wgrad(w->grad, wgrad_values(w, STATS_DY, p->dy, N, w->OC, ctx),
+                         wgrad_values(w, STATS_X, p->x, N, w->IC, ctx), N, w->IC, w->OC, w->accumulate, ctx);
     }
     if (packed) packed->wgrad->gemms->wgrads(products, count, N, tokens_of(packed, N), ctx);
 }
@@ -228,9 +222,7 @@ static Rows activation(Rows out, const floatX* h, const Format* format, Ragged r
     }
     format->gemms->swiglu(format, out.bytes, h, r, F, ctx);
     out.count = r.capacity;
-    out.format = format;
-    out.packed = 1;
-    return out;
+    return rows_packed(out, format);
 }
 
 Rows grouped_forward_swiglu(Rows out, floatX* h, Rows x, const Weight* w13, const Weight* w2, Ragged r, Ctx* ctx) {
@@ -273,11 +265,8 @@ Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, Expert
     }
 
     // Fused with packing.
-    if (format_packed(format) && format->gemms->swiglu_backward(out.bytes, for_wgrad, t, w13, r, ctx)) {
-        out.format = format;
-        out.packed = 1;
-        return out;
-    }
+    if (format_packed(format) && format->gemms->swiglu_backward(out.bytes, for_wgrad, t, w13, r, ctx))
+        return rows_packed(out, format);
 
     // The gate's gradient, and gate * a, take `a` as the forward GEMM read it. Where each GEMM rounds its own copy,
     // they take the unrounded `a`.

@@ -107,7 +107,7 @@ Rows grouped_forward_swiglu(Rows out, floatX* h, Rows x, const Weight* w13, cons
 Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, ExpertsBackward tensors, floatX* da, Rows dy,
                           const Weight* w2, const Weight* w13, Ragged ragged, Ctx* ctx);
 // dW = dy^T x over the rows of each expert. An operand by token is permuted first, or gathered. `memory` of dy and of
-// x: buffers for an operand that is permuted or changes its form (grouped_wgrad_plan). Values are rounded in place.
+// x: buffers for an operand that is permuted or changes its form. Values are rounded in place.
 void grouped_wgrad(const Weight* weight, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged ragged, Ctx* ctx);
 // Rows of a buffer for an operand of wgrad, which may have more than the ragged rows.
 int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backend backend);

@@ -37,9 +37,7 @@ Rows rows_as(Rows out, Rows x, const Format* format, Ctx* ctx) {
 Rows rows_pack(Rows out, Rows x, const Format* format, Ctx* ctx) {
     if (!format) return x;
     format->pack(format, out.bytes, x.value, x.count, x.columns, ctx);
-    out.format = format;
-    out.packed = 1;
-    return out;
+    return rows_packed(out, format);
 }
 
 Rows rows_permute(Rows out, Rows tokens, Ragged r, Ctx* ctx) {

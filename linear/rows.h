@@ -20,6 +20,13 @@ static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t column
     return rows;
 }
 
+// The same rows, now packed in `format`.
+static inline Rows rows_packed(Rows rows, const Format* format) {
+    rows.format = format;
+    rows.packed = 1;
+    return rows;
+}
+
 // Registers buffers of (count, columns) in the arena: of values, and of the packed form of a format (NULL: none).
 void rows_plan(Arena* arena, const char* name, Rows* rows, int values, const Format* packed, int64_t count,
                int64_t columns);

@@ -5,8 +5,7 @@
 #include "moe/moe_buffers.h"
 
 size_t moe_workspace(MoeShape s) {
-    size_t bytes = max_size(router_workspace(s.router), matmul_workspace());
-    return max_size(bytes, dispatch_workspace(dispatch_shape(s)));
+    return max_size(max_size(router_workspace(s.router), matmul_workspace()), dispatch_workspace(dispatch_shape(s)));
 }
 
 // The formats of this block, which may be floatX where those of others are not.
@@ -72,8 +71,8 @@ static void expert_wgrad(const Weight* w, Rows dy, Rows x, const MoeBackwardBuff
     grouped_wgrad(w, dy, x.by_token ? of_F : of_C, x, x.by_token ? of_C : of_F, ragged, ctx);
 }
 
-void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, RouterLosses losses, MoeShape s,
-                  Dispatch* d, Pool* pool, Ctx* ctx) {
+void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, RouterLosses losses,
+                  MoeShape s, Dispatch* d, Pool* pool, Ctx* ctx) {
     Route* route = &saved->route;
     const Ragged ragged = saved->ragged;
     const PoolMark mark = pool_mark(pool);
@@ -115,6 +114,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     combine_receive(d, route, &t.exchange, sums, dx, s.shared_F != 0, t.dgate, ctx);
 
     // 1. The router's part in dx.
-    router_backward(dx, w.drouter, t.dgate, saved->scores, route->expert, route->gate, x, w.router, losses, s.router, ctx);
+    router_backward(dx, w.drouter, t.dgate, saved->scores, route->expert, route->gate, x, w.router, losses, s.router,
+                    ctx);
     pool_release(pool, mark);
 }

@@ -105,9 +105,9 @@ static void gate_backward(real* ds, const real* dgate, const real* score, const 
     for (int32_t k = 0; k < s.K; k++) ds[id[k]] = s.norm ? (s.scale * dgate[k] - dot) / sum : s.scale * dgate[k];
 }
 
-// The auxiliary loss's part of ds: aux / T * (f_e - sum_j f_j s_j / sum s) / sum s.
+// The balance loss's part of ds: aux / T * (f_e - sum_j f_j s_j / sum s) / sum s. 1e-20: scores may all be 0.
 static void aux_backward(real* ds, const real* score, const real* count, float aux, RouterShape s) {
-    real sum = 0, dot = 0, f = (real)s.E / (s.K * s.T), scale = (real)aux / s.T;
+    real sum = (real)1e-20, dot = 0, f = (real)s.E / (s.K * s.T), scale = (real)aux / s.T;
     for (int32_t e = 0; e < s.E; e++) {
         sum += score[e];
         dot += f * count[e] * score[e];

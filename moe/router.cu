@@ -172,7 +172,8 @@ static __device__ __forceinline__ void gate_backward(float (&d)[J], const float*
     }
 }
 
-// d += ds of the auxiliary loss: aux / T * (f_e - sum_j f_j s_j / sum s) / sum s, with s in p.
+// d += ds of the balance loss: aux / T * (f_e - sum_j f_j s_j / sum s) / sum s, with s in p. 1e-20: scores may all be
+// 0.
 template <int J>
 static __device__ __forceinline__ void aux_backward(float (&d)[J], const float (&p)[J], const float* count, float aux,
                                                     int64_t n, const RouterShape& s) {
@@ -184,7 +185,7 @@ static __device__ __forceinline__ void aux_backward(float (&d)[J], const float (
         total += p[j];
         if (lane + 32 * j < s.E) dot += f * c[lane + 32 * j] * p[j];
     }
-    total = warp_sum(total);
+    total = warp_sum(total) + 1e-20f;
     dot = warp_sum(dot);
 #pragma unroll
     for (int j = 0; j < J; j++)

@@ -229,8 +229,8 @@ class BadOptions(Case):
         self.assertLess(time.monotonic() - began, 1.5)
 
     def test_gates_that_are_constant(self):
-        for words, options in (("the router gets no gradient;", dict(aux_loss=0)),
-                               ("the router gets a gradient from --aux-loss alone;", {})):
+        own = "the router gets a gradient from --aux-loss and --z-loss alone;"
+        for words, options in (("the router gets no gradient;", dict(aux_loss=0)), (own, {}), (own, dict(aux_loss=0, z_loss=0.1))):
             done = self.train(top_k=1, route_norm=1, dry_run=True, **options)
             self.assertIn(f"warning: --top-k 1 --route-norm 1: every gate is --route-scale, so {words}", done.stderr)
         for options in (dict(route_norm=0), dict(route_norm=1, dense_layers=2)):

@@ -218,12 +218,15 @@ static void test_router_choice(void) {
     CHOICE(two, ((int32_t[]){4, 3}), NULL, 1, 1, 1, 1, 2, -9);
 }
 
-// If all scores are 0 in float32, gates divide by 1e-20, not by 0. A token that is not finite still gets K different
+// If all scores are 0 in float32, gates and the balance loss divide by 1e-20, not by 0. Sigmoid scores that are all 1
+// give the z-loss an lse of at most log(E 2^24). A token that is not finite still gets K different
 // experts, so that the step continues until it is detected and skipped.
 static void test_router_extreme(void) {
     RouterShape s = {.N = 4, .T = 4, .C = 3, .E = 8, .K = 3, .groups = 4, .top_groups = 2, .norm = 1, .scale = 1};
     for (s.score = 0; s.score < 2; s.score++) {
         Router r = make_router(s);
+        r.losses.balance = 1;
+        r.losses.z = s.score == SCORE_SIGMOID;
         for (int64_t i = 0; i < s.N * s.C; i++)
             r.x[i] = i == 0 ? -200 : i == 3 ? 1000 : i == 6 ? (real)NAN : (real)INFINITY;
         for (int32_t e = 0; e < s.E; e++) r.w[e * s.C] = 1, r.w[e * s.C + 1] = r.w[e * s.C + 2] = r.bias[e] = 0;
