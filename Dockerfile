@@ -1,5 +1,5 @@
 # docker build -t train_moe .
-# docker run --rm -it --gpus all --shm-size 1g train_moe
+# mkdir -p runs && docker run --rm -it --gpus all --shm-size 1g -v "$PWD/runs:/train_moe/runs" train_moe   # runs/ stays
 FROM nvidia/cuda:13.0.0-devel-ubuntu24.04
 # NCCL is newer than the image's, which is held.
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends --allow-change-held-packages \

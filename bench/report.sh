@@ -16,6 +16,7 @@ failed() {
 gpus=$(nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv,noheader,nounits 2>/dev/null) || gpus=""
 if [ -n "$gpus" ]; then build=cuda; else build=cpu; fi
 program=build/$build/train_moe
+echo "report: builds $program, then measures" >&2
 make -j"$(nproc)" $build >"$folder/output" 2>&1 || failed "make $build"
 "$python" scripts/prepare_text.py data/repository.txt.xz --split-on '<|endoftext|>' --val-fraction 0.1 --out "$folder" \
     --name text >"$folder/output" 2>&1 || failed prepare_text.py
@@ -59,12 +60,13 @@ else
         if [ $layers -gt 0 ]; then speed "16b, $kernels" $large --layers $layers; else echo "16b: no layer fits"; fi
     done
     unset TRAIN_MOE_KERNELS
-    # Bounds of this card: a kernel's share of a copy, and the matmuls of experts beside cuBLAS.
+    # Bounds of this card: a kernel's share of a copy, and the matmuls of experts next to cuBLAS.
     make build/cuda/bench/memory build/cuda/bench/grouped_gemm >"$folder/output" 2>&1 || failed "make bench"
     build/cuda/bench/memory 16384 rmsnorm
     build/cuda/bench/grouped_gemm
 fi
 if [ "${TESTS:-1}" != 0 ]; then
+    echo "report: make test; this takes minutes" >&2
     make test >"$folder/output" 2>&1
     echo "make test: exit code $?, $(tail -n 1 "$folder/output")"
 fi

@@ -214,7 +214,7 @@ void memory_report(const Settings* s, int running) {
 
     // Model, checkpoints, time.
     report_model(s);
-    printf("           parameters %ld, active %ld, FLOPs a token %.6g\n", params_total(&s->model),
+    printf("exactly    parameters %ld, active %ld, FLOPs a token %.6g\n", params_total(&s->model),
            params_active(&s->model), flops_per_token(&s->model, s->seq_len));
     const int64_t kept = max_i64(s->keep, 2) + 1;
     const double checkpoint = checkpoint_bytes(&m) / 0x1p30;

@@ -104,7 +104,7 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
     char* name = host_printable(s->tokenizer, strlen(s->tokenizer), "");
     if (tokenizer_size(tokenizer))
         printf("tokenizer  %s, %d tokens%s\n", *name ? name : "bytes", tokenizer_size(tokenizer),
-               *name ? "" : ": no tokenizer file is beside the shards");
+               *name ? "" : ": no tokenizer file is next to the shards");
     else
         printf("tokenizer  none: ids go beyond 256\n");
     free(name);

@@ -190,7 +190,9 @@ static void check_run(const Settings* s) {
     if (!*s->train && s->resume)
         die(EXIT_USAGE, "there is no checkpoint in %s to resume from, and --train is missing to start afresh", s->out);
     if (!*s->train)
-        die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
+        die(EXIT_USAGE,
+            "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'; "
+            "scripts/prepare_text.py makes them from text");
     if (s->stats_every && !*s->out) die(EXIT_USAGE, "--mx-stats needs --out: the statistics go into its log");
     if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
 }

@@ -483,7 +483,7 @@ class Export(Case):
 
     def test_shards_without_a_tokenizer(self):
         """Ids beyond 256 are no bytes, so no id is known to end texts; there are no samples and no questions."""
-        for ids, said, end in ((range(1000), "none: ids go beyond 256", None), (range(200), "bytes, 257 tokens: no tokenizer file is beside the shards", 256)):
+        for ids, said, end in ((range(1000), "none: ids go beyond 256", None), (range(200), "bytes, 257 tokens: no tokenizer file is next to the shards", 256)):
             rng = random.Random(3)
             cli.write_shard(self.dir / "words_train_000001.bin", [rng.choice(ids) for _ in range(600)])
             options = dict(train="words_train_*.bin", vocab=50257, steps=1, out=f"run{end}")

@@ -163,7 +163,7 @@ class Docs(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             for command in ([sys.executable, ROOT / "scripts/prepare_text.py", ROOT / "README.md", "--val-fraction", "0.1", "--out", ".",
                              "--name", "text", "--train-tokenizer", "300"],
-                            [PROGRAM, "--train", "text_train_*.bin", "--out", "runs/x", *"--model tiny --steps 2 --seq-len 32 --batch 2".split()],
+                            [PROGRAM, "--train", "text_train_*.bin", "--out", "runs/books", *"--model tiny --steps 2 --seq-len 32 --batch 2".split()],
                             [sys.executable, "-c", code]):
                 done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
                 self.assertEqual(done.returncode, 0, done.stderr)
