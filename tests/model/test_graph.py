@@ -105,7 +105,7 @@ class Graph(Case):
                                                          **{**MODEL, "steps": 10**6}))),
                                    cwd=self.dir, env=environment(), stdout=subprocess.PIPE, encoding="utf-8")
         for line in process.stdout:
-            if re.match("step [5-9]|step [1-9][0-9]", line):
+            if re.match("step +([5-9]|[1-9][0-9]+)/", line):
                 break
         process.send_signal(signal.SIGTERM)
         rest = process.communicate(timeout=60)[0]
