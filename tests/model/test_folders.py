@@ -308,7 +308,7 @@ class Processes(Case):
     def test_another_run_in_a_folder_of_this_name(self):
         """A run whose folder was removed or renamed does not touch a new folder of that name by another run."""
         for away in (shutil.rmtree, lambda run: run.rename(self.dir / "old")):
-            with self.subTest(away), self.start(out="run", save_every=500, keep=1) as first:
+            with self.subTest(away), self.start(out="run", save_every=10**6, keep=1) as first:
                 self.steps_logged(3)
                 away(self.dir / "run")
                 self.train(out="run", seed=2, steps=40, save_every=10, keep=9)
