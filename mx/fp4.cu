@@ -21,8 +21,8 @@ enum { THREADS = 256, ELEMENTS = 32, STATS_SUMS = sizeof(QuantizationStats) / si
 enum Use { AMAX, VALUES, STATS };
 
 // f(*p, k) for the elements k of a line that are inside of its group, from p on and `step` apart. A whole line has no
-// branches, so that its loads go out together. There the compiler knows no multiples of the step, whose 64-bit products
-// would take more instructions than sums.
+// branches, so that its loads go out together. The asm hides the step's value, else nvcc computes its multiples
+// by 64-bit products, which take more instructions than sums.
 template <int N, typename T, typename F>
 static __device__ __forceinline__ void each_inside(T* p, int64_t step, int32_t inside, F f) {
 #pragma unroll
