@@ -267,9 +267,8 @@ static void bench_moe(int64_t N) {
         const char* shape = large ? "N/4 7168, 8 of 256" : "N C, 6 of 64";
         row("router_forward", shape, sx + se,
             [&](int i) { router_forward(scores[i], id, g[i], in[i], w[i], bias[i], s, ctx); });
-        row("router_backward", shape, 3 * sx + se, [&](int i) {
-            router_backward(dx[i], dw[i], dg[i], scores[i], id, g[i], in[i], w[i], {1e-3f, 0}, s, ctx);
-        });
+        row("router_backward", shape, 3 * sx + se,
+            [&](int i) { router_backward(dx[i], dw[i], dg[i], scores[i], id, g[i], in[i], w[i], 1e-3f, s, ctx); });
         int64_t* margins = (int64_t*)device_alloc((size_t)s.E * MARGIN_BINS * sizeof(int64_t), "the benchmark");
         row("balance_count, loads alone", shape, 4.0 * (double)(s.N * s.K), [&](int i) {
             balance_count({load, NULL}, scores[i], id, bias[i], s, ctx);

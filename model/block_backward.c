@@ -48,13 +48,13 @@ static void mla_backward(Model* m, const Weight* w, const BlockSaved* block) {
 }
 
 // work.dnorm = gradient of norm2, from work.dx = gradient of the MLP's output
-static void mlp_backward(Model* m, const Unit* u, RouterLosses losses) {
+static void mlp_backward(Model* m, const Unit* u, float aux) {
     BlockSaved* block = &m->blocks[u->layer];
     Workspace* work = &m->work;
     const int64_t N = m->shapes.N;
     // A MoE block, or an MTP module.
     if (u->kind != UNIT_DENSE) {
-        moe_backward(work->dnorm, work->dx, block->norm2, model_moe_weights(m, u), &block->moe, losses, m->shapes.moe,
+        moe_backward(work->dnorm, work->dx, block->norm2, model_moe_weights(m, u), &block->moe, aux, m->shapes.moe,
                      m->dispatch, m->pool, m->ctx);
         return;
     }
@@ -66,12 +66,12 @@ static void mlp_backward(Model* m, const Unit* u, RouterLosses losses) {
 }
 
 // Both norms add to work.dx, because the residual stream goes around attention and MLP.
-void block_backward(Model* m, const Unit* u, RouterLosses losses) {
+void block_backward(Model* m, const Unit* u, float aux) {
     const BlockSaved* block = &m->blocks[u->layer];
     const int64_t N = m->shapes.N, C = m->config.C;
     Workspace* work = &m->work;
     if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, u);
-    mlp_backward(m, u, losses);
+    mlp_backward(m, u, aux);
     rmsnorm_backward(work->dx, u->w[NORM2].grad, work->dnorm, block->residual2, C, u->w[NORM2].w, block->rstd2, N, C, 1,
                      m->ctx);
     mla_backward(m, u->w, block);

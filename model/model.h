@@ -167,9 +167,9 @@ void model_forward(Model* model, int train);
 // (loss + weighted MTP losses) with respect to the outputs' norm (dnorm) and lm_head.
 void model_loss(Model* model, StepState* state, float dscale);
 // Backward from the outputs' dnorm to the embedding. Gradient accumulation: the first micro-step overwrites the
-// gradients, later ones add. After the last they are reduced over the ranks. losses: those of the routers
+// gradients, later ones add. After the last they are reduced over the ranks. aux: the weight of the balance loss
 // (router_backward), the same in all blocks and MTP modules.
-void model_backward(Model* model, RouterLosses losses, int last_micro_step);
+void model_backward(Model* model, float aux, int last_micro_step);
 
 // Training step `step`, from 1: model_gradient, then model_update. The gradient is that of all micro-batches of the
 // step: begin, then model_batch and model_micro_step for each.

@@ -53,7 +53,7 @@ static void join_backward(Model* m, floatX* dx, const Weight* w, floatX* half, c
     rmsnorm_backward(dx, w->grad, dnorm, x, C, w->w, rstd, rows, C, accumulate, m->ctx);
 }
 
-void module_backward(Model* m, int k, RouterLosses losses, int last) {
+void module_backward(Model* m, int k, float aux, int last) {
     const int unit = params_block_unit(&m->config, m->config.L - 1 + k);
     const int64_t T = m->shapes.window, C = m->config.C;
     const Output* before = &m->outputs[k - 1];
@@ -63,7 +63,7 @@ void module_backward(Model* m, int k, RouterLosses losses, int last) {
     Unit* u = unit_begin(m, unit, unit - 1);
     unit_grads_begin(m, unit);
     output_backward(m, k, u);
-    block_backward(m, u, losses);
+    block_backward(m, u, aux);
 
     // The projection, then both norms. The last module is the first that the embeddings get a gradient from.
     join(m, k, u->w);

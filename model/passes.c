@@ -56,11 +56,11 @@ void model_loss(Model* m, StepState* state, float dscale) {
 }
 
 // From the outputs' gradients, which model_loss wrote, to the embedding.
-void model_backward(Model* m, RouterLosses losses, int last) {
+void model_backward(Model* m, float aux, int last) {
     const int64_t N = m->shapes.N, C = m->config.C;
     const int head = (int)m->config.L + 1;
     // MTP modules, the last one first: each adds to the output gradient of the one before.
-    for (int k = m->mtp_modules; k >= 1; k--) module_backward(m, k, losses, last);
+    for (int k = m->mtp_modules; k >= 1; k--) module_backward(m, k, aux, last);
 
     // The final norm.
     output_backward(m, 0, unit_begin(m, head, head - 1));  // lm_head's gradients are there since model_loss
@@ -72,7 +72,7 @@ void model_backward(Model* m, RouterLosses losses, int last) {
         // The embedding's weights are only for the next forward.
         Unit* u = unit_begin(m, unit, unit > 1 || !last ? unit - 1 : -1);
         unit_grads_begin(m, unit);
-        block_backward(m, u, losses);
+        block_backward(m, u, aux);
         unit_grads_end(m, unit, last);
         unit_end(m, unit);
     }

@@ -143,7 +143,6 @@ const Option settings_table[] = {
            "step of the selection biases with --balance deepseek"),
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED,
            "weight of the balance loss; softmax 1e-3; --balance deepseek 1e-4, none 0"),
-    NUMBER("optimizer", "z-loss", z_loss, "0", 0, 100, FIXED, "weight of the router's z-loss, with sigmoid scores"),
     NUMBER("optimizer", "mtp-weight", mtp_weight, "0.3", 1e-3, 100, FIXED,
            "weight of the MTP losses, shared by the modules"),
     NUMBER("optimizer", "mtp-weight-end", mtp_weight_end, "0.1", 1e-3, 100, FIXED, "the same after --mtp-switch"),

@@ -50,7 +50,7 @@ typedef struct Settings {
         sample_tokens, sample_top_k, graph, dry_run, ranks, version, help;
     char *out, *prompt;
     double temperature;
-    double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss, z_loss;
+    double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
     int64_t optimizer, moments, schedule, balance;
     double warmup, muon_lr, muon_momentum;
     double mtp_weight, mtp_weight_end, mtp_switch;

@@ -154,9 +154,6 @@ static void check_run(const Settings* s) {
     // 0 means no clipping, so a tiny value is a mistake.
     if (s->clip > 0 && s->clip < 1e-30)
         die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
-    if (s->z_loss > 0 && s->model.score == SCORE_SOFTMAX)
-        die(EXIT_USAGE, "--z-loss %g is for --score sigmoid: softmax scores do not have the size of their logits",
-            s->z_loss);
 
     // Allowed, but hardly meant: warnings.
     if (s->warmup_steps > (double)s->steps && s->schedule != SCHEDULE_CONSTANT)
@@ -168,7 +165,7 @@ static void check_run(const Settings* s) {
     if (s->moments && s->optimizer == MUON) check_momentum("muon-momentum", s->muon_momentum, "0.95");
     if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
-             s->aux_loss > 0 || s->z_loss > 0 ? "a gradient from --aux-loss and --z-loss alone" : "no gradient");
+             s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
     const int64_t widest = max_i64(s->model.C, s->model.F);
     const int packed = s->expert_precision == PRECISION_MXFP8 || s->linear_precision == PRECISION_MXFP8;
     if (BACKEND == BACKEND_CUDA && packed && widest < 768)

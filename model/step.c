@@ -39,10 +39,8 @@ static void forward_and_backward(Model* m, int last) {
     model_forward(m, 1);
     if (last && m->windows) windows_fetch(m);
     model_loss(m, m->step.state, (float)(1 / tokens));
-    // The balance loss is a mean over the sequences of the step, the z-loss over its tokens.
-    const RouterLosses losses = {(float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens),
-                                 (float)(m->settings.z_loss / tokens)};
-    model_backward(m, losses, last);
+    // The balance loss is a mean over the sequences of the step.
+    model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens), last);
 }
 
 static void micro_step(void* model) { forward_and_backward((Model*)model, 0); }

@@ -71,8 +71,8 @@ static void expert_wgrad(const Weight* w, Rows dy, Rows x, const MoeBackwardBuff
     grouped_wgrad(w, dy, x.by_token ? of_F : of_C, x, x.by_token ? of_C : of_F, ragged, ctx);
 }
 
-void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, RouterLosses losses,
-                  MoeShape s, Dispatch* d, Pool* pool, Ctx* ctx) {
+void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, float aux, MoeShape s,
+                  Dispatch* d, Pool* pool, Ctx* ctx) {
     Route* route = &saved->route;
     const Ragged ragged = saved->ragged;
     const PoolMark mark = pool_mark(pool);
@@ -114,7 +114,6 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     combine_receive(d, route, &t.exchange, sums, dx, s.shared_F != 0, t.dgate, ctx);
 
     // 1. The router's part in dx.
-    router_backward(dx, w.drouter, t.dgate, saved->scores, route->expert, route->gate, x, w.router, losses, s.router,
-                    ctx);
+    router_backward(dx, w.drouter, t.dgate, saved->scores, route->expert, route->gate, x, w.router, aux, s.router, ctx);
     pool_release(pool, mark);
 }

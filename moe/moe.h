@@ -58,6 +58,6 @@ size_t moe_workspace(MoeShape shape);
 void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, BalanceCounts counts, MoeShape shape,
                  Dispatch* dispatch, Pool* pool, Ctx* ctx);
 
-// dx (N, C) is =. losses: see router_backward.
-void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, RouterLosses losses,
+// dx (N, C) is =. aux: see router_backward.
+void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, float aux,
                   MoeShape shape, Dispatch* dispatch, Pool* pool, Ctx* ctx);

@@ -115,24 +115,14 @@ static void aux_backward(real* ds, const real* score, const real* count, float a
     for (int32_t e = 0; e < s.E; e++) ds[e] += scale / sum * (f * count[e] - dot / sum);
 }
 
-// dlogits += the z-loss's part: 2 z lse softmax(logits). 1e-20: scores that are all 0 have a finite lse.
-static void z_backward(real* dlogits, const real* score, float z, RouterShape s) {
-    real odds[ROUTER_MOST_EXPERTS], sum = (real)1e-20;
-    for (int32_t e = 0; e < s.E; e++)
-        sum += odds[e] = score[e] / (1 - score[e] > ROUTER_LEAST_REST ? 1 - score[e] : ROUTER_LEAST_REST);
-    const real scale = 2 * z * (real)log(sum) / sum;
-    for (int32_t e = 0; e < s.E; e++) dlogits[e] += scale * odds[e];
-}
-
 void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert,
-                     const real* gate, const floatX* x, const floatX* w, RouterLosses losses, RouterShape s, Ctx* ctx) {
-    ASSERT(losses.z == 0 || s.score == SCORE_SIGMOID);
+                     const real* gate, const floatX* x, const floatX* w, float aux, RouterShape s, Ctx* ctx) {
     int64_t sequences = ceil_div(s.N, s.T);
     real *dlogits = ctx_workspace(ctx, (s.N + sequences) * s.E), *counts = dlogits + s.N * s.E;
 
-    // count_e of each sequence, for the balance loss.
+    // count_e of each sequence, for the auxiliary loss.
     // It counts the K best scores without the bias, which may differ from the experts that were selected.
-    if (losses.balance != 0) {
+    if (aux != 0) {
         for (int64_t i = 0; i < sequences * s.E; i++) counts[i] = 0;
         for (int64_t n = 0; n < s.N; n++) {
             char taken[ROUTER_MOST_EXPERTS] = {0};
@@ -148,11 +138,10 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
             const real* score = scores + n * s.E;
             real *ds = dlogits + n * s.E, dot = 0;
             gate_backward(ds, dgate + n * s.K, score, expert + n * s.K, gate + n * s.K, s);
-            if (losses.balance != 0) aux_backward(ds, score, counts + n / s.T * s.E, losses.balance, s);
+            if (aux != 0) aux_backward(ds, score, counts + n / s.T * s.E, aux, s);
             for (int32_t e = 0; e < s.E; e++) dot += ds[e] * score[e];
             for (int32_t e = 0; e < s.E; e++)
                 ds[e] = score[e] * (s.score == SCORE_SIGMOID ? ds[e] * (1 - score[e]) : ds[e] - dot);
-            if (losses.z != 0) z_backward(ds, score, losses.z, s);
         }
         gemm(0, 0, rows, s.C, s.E, 1, dlogits + n0 * s.E, s.E, w, s.C, 1, dx + n0 * s.C, s.C);
     }

@@ -18,7 +18,7 @@
 // A warp per token, lane l has experts l, l + 32, ... in registers:
 //
 //   choose            logits -> scores s -> s + bias -> best groups -> K best -> gates
-//   score_backward    dgate -> ds of the gates, + ds of the balance loss -> dlogits, + the z-loss's part -> hi | lo
+//   score_backward    dgate -> ds of the gates, + ds of the balance loss -> dlogits -> hi | lo
 //
 // Selection: scores become integers of the same order. So two warp reductions (redux.sync) find the best score and the
 // lowest index that has it.
@@ -192,25 +192,12 @@ static __device__ __forceinline__ void aux_backward(float (&d)[J], const float (
         if (lane + 32 * j < s.E) d[j] += aux / s.T / total * (f * c[lane + 32 * j] - dot / total);
 }
 
-// d += the z-loss's part of dlogits: 2 z lse softmax(logits), with s in p. 1e-20: scores that are all 0 have a finite
-// lse.
-template <int J>
-static __device__ __forceinline__ void z_backward(float (&d)[J], const float (&p)[J], float z) {
-    float odds[J], sum = 0;
-#pragma unroll
-    for (int j = 0; j < J; j++) sum += odds[j] = p[j] / fmaxf(1 - p[j], ROUTER_LEAST_REST);
-    sum = warp_sum(sum) + 1e-20f;
-    const float scale = 2 * z * logf(sum) / sum;
-#pragma unroll
-    for (int j = 0; j < J; j++) d[j] += scale * odds[j];
-}
-
 // dlogits of a token, split in two bf16: its row is hi (E), then lo (E). One warp per token, lane l has experts l,
 // l + 32, ...; d is ds, then dlogits. count is NULL without balance loss. The grid also copies Wg twice into weights.
 template <int J>
 static __global__ void __launch_bounds__(256)
     score_backward(floatX* dlogits, const float* dgate, const float* scores, const int32_t* expert, const float* gate,
-                   const float* count, RouterLosses losses, floatX* weights, const floatX* w, RouterShape s) {
+                   const float* count, float aux, floatX* weights, const floatX* w, RouterShape s) {
     wait_for_previous();
 
     // weights: Wg twice.
@@ -227,7 +214,7 @@ static __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int j = 0; j < J; j++) p[j] = lane + 32 * j < s.E ? scores[n * s.E + lane + 32 * j] : 0;
     gate_backward(d, dgate, scores, expert, gate, n, s);
-    if (count) aux_backward(d, p, count, losses.balance, n, s);
+    if (count) aux_backward(d, p, count, aux, n, s);
 
     // dlogits = s (1 - s) ds (sigmoid) or s (ds - sum_j s_j ds_j) (softmax)
     float dot = 0;
@@ -236,7 +223,6 @@ static __global__ void __launch_bounds__(256)
     dot = warp_sum(dot);
 #pragma unroll
     for (int j = 0; j < J; j++) d[j] = p[j] * (s.score == SCORE_SIGMOID ? d[j] * (1 - p[j]) : d[j] - dot);
-    if (losses.z != 0) z_backward(d, p, losses.z);
 
     // hi = dlogits rounded to bf16, lo = the rounding error of hi, rounded to bf16
     floatX* row = dlogits + n * 2 * s.E;
@@ -297,14 +283,13 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
 }
 
 void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert,
-                     const real* gate, const floatX* x, const floatX* w, RouterLosses losses, RouterShape s, Ctx* ctx) {
-    ASSERT(losses.z == 0 || s.score == SCORE_SIGMOID);
+                     const real* gate, const floatX* x, const floatX* w, float aux, RouterShape s, Ctx* ctx) {
     if (s.N == 0) return;
     const RouterWorkspace scratch = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s)));
     const int64_t matrix = s.E * s.C;
 
-    // count_e of each sequence, for the balance loss.
-    float* count = losses.balance != 0 ? scratch.count : NULL;
+    // count_e of each sequence, for the auxiliary loss.
+    float* count = aux != 0 ? scratch.count : NULL;
     if (count) {
         const int64_t sequences = ceil_div(s.N, s.T);
         const dim3 blocks((unsigned)sequences, (unsigned)ceil_div(min_i64(s.T, s.N), COUNT_TOKENS));
@@ -316,7 +301,7 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
     // dlogits = s (1 - s) ds, or s (ds - sum_j s_j ds_j), as hi + lo
     by_experts(s, [&](auto j) {
         launch_early(score_backward<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scratch.dlogits, dgate,
-                     scores, expert, gate, count, losses, scratch.weights, w, s);
+                     scores, expert, gate, count, aux, scratch.weights, w, s);
     });
 
     // dx += hi Wg + lo Wg: one GEMM, because a second rounding to bf16 would lose the correction by lo.

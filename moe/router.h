@@ -39,27 +39,16 @@ static inline BOTH_SIDES int experts_in_score(RouterShape s) {
     return s.score == SCORE_SIGMOID && s.E > s.groups ? 2 : 1;
 }
 
-// Weights of the router's own losses. 0 switches a loss off.
-typedef struct RouterLosses {
-    float balance, z;
-} RouterLosses;
-
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
                     RouterShape shape, Ctx* ctx);
 
-// dx and dw are +=. The router's own losses:
+// dx and dw are +=. aux: weight of the auxiliary loss, DeepSeek-V3's sequence-wise balance loss (equations 17 to 20). 0
+// switches it off.
 //
-//   balance * sum_sequences sum_e f_e P_e,   f_e = E / (K T) * count_e,   P_e = mean_t s_te / sum_e' s_te'
-//   z * sum_tokens lse^2,                    lse = log sum_e exp(logit_e)
+//   aux * sum_sequences sum_e f_e P_e,   f_e = E / (K T) * count_e,   P_e = mean_t s_te / sum_e' s_te'
 //
-// The balance loss is DeepSeek-V3's auxiliary loss (equations 17 to 20), sequence by sequence. count_e: tokens that
-// have s_te among their K largest, without bias and groups. Counts are constants in its gradient.
-//
-// The z-loss keeps logits small (ST-MoE, arXiv 2202.08906, section 3.1). Backward has the scores alone. So it needs
-// sigmoid scores, with exp(logit) = s / (1 - s); 1 - s is at least ROUTER_LEAST_REST, float32's distance below 1.
-#define ROUTER_LEAST_REST 0x1p-24f
+// count_e: tokens that have s_te among their K largest, without bias and groups. Counts are constants in its gradient.
 void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert,
-                     const real* gate, const floatX* x, const floatX* w, RouterLosses losses, RouterShape shape,
-                     Ctx* ctx);
+                     const real* gate, const floatX* x, const floatX* w, float aux, RouterShape shape, Ctx* ctx);
 
 size_t router_workspace(RouterShape shape);

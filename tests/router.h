@@ -7,7 +7,7 @@
 
 typedef struct {
     RouterShape shape;
-    RouterLosses losses;
+    float aux;
     real *x, *w, *bias, *dgate, *dx_before, *dw_before;
     real *scores, *gate, *dx, *dw;
     int32_t* expert;
@@ -21,7 +21,7 @@ static void run_router(void* arg) {
     r->scores = poisoned(s.N * s.E), r->gate = poisoned(s.N * s.K), r->expert = poisoned_ints(s.N * s.K);
     router_forward(r->scores, r->expert, r->gate, r->x, r->w, r->bias, s, ctx);
     r->dx = copied(r->dx_before, s.N * s.C), r->dw = copied(r->dw_before, s.E * s.C);
-    router_backward(r->dx, r->dw, r->dgate, r->scores, r->expert, r->gate, r->x, r->w, r->losses, s, ctx);
+    router_backward(r->dx, r->dw, r->dgate, r->scores, r->expert, r->gate, r->x, r->w, r->aux, s, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }

@@ -196,9 +196,8 @@ static void loads_count_training_only(void) {
 #ifdef F64
 // The model's loss plus balance loss as a function of its parameters. Its derivative along a random direction of every
 // tensor is compared with central differences in double, h = 1e-5. (Truncation is h^2 = 1e-10 relative to third
-// derivatives, rounding is 1e-16 / h = 1e-11.) The router's losses are computed here from the scores, by their
-// definitions.
-static double objective(Model* m, double aux, double z) {
+// derivatives, rounding is 1e-16 / h = 1e-11.) The balance loss is computed here from the scores, by its definition.
+static double objective(Model* m, double aux) {
     const ModelConfig* c = &m->config;
     model_step_begin(m, 1);
     model_forward(m, 1);
@@ -209,11 +208,6 @@ static double objective(Model* m, double aux, double z) {
     for (int64_t l = c->dense_layers; l < config_blocks(c); l++) {
         const MoeSaved* s = &m->blocks[l].moe;
         const int64_t T = m->shapes.T - max_i64(l + 1 - c->L, 0);  // a module's windows are shorter
-        for (int64_t n = 0; n < m->shapes.B * T; n++) {
-            double odds = 0;  // exp(logit) = s / (1 - s)
-            for (int64_t e = 0; e < c->E && z > 0; e++) odds += s->scores[n * c->E + e] / (1 - s->scores[n * c->E + e]);
-            if (z > 0) total += z * pow(log(odds), 2) / (double)m->shapes.N;
-        }
         for (int64_t b = 0; b < m->shapes.B; b++) {
             for (int64_t e = 0; e < c->E; e++) {
                 double count = 0, share = 0;
@@ -234,7 +228,7 @@ static double objective(Model* m, double aux, double z) {
 
 static void check_differences(const char* line) {
     Model* m = fresh(line);
-    double aux = m->settings.aux_loss, z = m->settings.z_loss;
+    double aux = m->settings.aux_loss;
     for (int u = 0; u < params_units(&m->config); u++) {  // start where gradients are not tiny
         ParamBuffer* p[2] = {&m->units[u].buffer[0], &m->units[u].buffer[1]};
         for (int b = 0; b < 2; b++)
@@ -257,9 +251,9 @@ static void check_differences(const char* line) {
             }
             const double h = 1e-5;
             for (int64_t j = 0; j < n; j++) w[j] += h * direction[j];
-            double up = objective(m, aux, z);
+            double up = objective(m, aux);
             for (int64_t j = 0; j < n; j++) w[j] -= 2 * h * direction[j];
-            double down = objective(m, aux, z);
+            double down = objective(m, aux);
             for (int64_t j = 0; j < n; j++) w[j] += h * direction[j];
             double numeric = (up - down) / (2 * h);
             // The bound is relative to the typical size of a sum of these terms, because some sums cancel to tiny
@@ -278,7 +272,7 @@ static void check_differences(const char* line) {
 }
 
 #define DIFFERENT BASE "--nope-dim 8 --rope-dim 8 --v-dim 16 "
-static void differences_sigmoid(void) { check_differences(DIFFERENT "--batch 2 --aux-loss 0.1 --z-loss 0.1"); }
+static void differences_sigmoid(void) { check_differences(DIFFERENT "--batch 2 --aux-loss 0.1"); }
 static void differences_q_lora(void) {
     check_differences(DIFFERENT "--batch 1 --q-lora 16 --score softmax --route-norm 0 --route-scale 3");
 }
@@ -288,9 +282,7 @@ static void differences_groups(void) {
 static void differences_no_shared(void) {
     check_differences(DIFFERENT "--batch 1 --shared-experts 0 --dense-layers 0");
 }
-static void differences_one_module(void) {
-    check_differences(DIFFERENT "--batch 2 --mtp 1 --aux-loss 0.1 --z-loss 0.2");
-}
+static void differences_one_module(void) { check_differences(DIFFERENT "--batch 2 --mtp 1 --aux-loss 0.1"); }
 static void differences_modules(void) {
     check_differences(DIFFERENT "--batch 2 --mtp 3 --q-lora 16 --aux-loss 0.1 --mtp-weight 2 --recompute block");
 }
@@ -388,8 +380,7 @@ static void bad_step(void) {
     model_forward(m, 1);
     model_loss(m, m->step.state, 1.0f / 40);
     device_upload(m->work.dnorm + 5, &nan_value, sizeof(nan_value), m->ctx);
-    const RouterLosses none = {0, 0};
-    model_backward(m, none, 1);
+    model_backward(m, 0, 1);
     model_update(m, 0);
     real *w2 = host_masters(m, &m->units[2].buffer[EXPERT_PARAMS], 0, n), *bias2 = host_copy(m, m->bias, cells);
     CHECK(memcmp(w, w2, (size_t)n * sizeof(real)) == 0, "a NaN gradient changed weights");

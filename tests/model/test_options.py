@@ -229,16 +229,11 @@ class BadOptions(Case):
         self.assertLess(time.monotonic() - began, 1.5)
 
     def test_gates_that_are_constant(self):
-        own = "the router gets a gradient from --aux-loss and --z-loss alone;"
-        for words, options in (("the router gets no gradient;", dict(aux_loss=0)), (own, {}), (own, dict(aux_loss=0, z_loss=0.1))):
+        for words, options in (("the router gets a gradient from --aux-loss alone;", {}), ("the router gets no gradient;", dict(aux_loss=0))):
             done = self.train(top_k=1, route_norm=1, dry_run=True, **options)
             self.assertIn(f"warning: --top-k 1 --route-norm 1: every gate is --route-scale, so {words}", done.stderr)
         for options in (dict(route_norm=0), dict(route_norm=1, dense_layers=2)):
             self.assertEqual(self.train(top_k=1, dry_run=True, **options).stderr, "")
-
-    def test_z_loss_needs_sigmoid_scores(self):
-        done = self.train(z_loss=1e-3, score="softmax", dry_run=True, code=2)
-        self.assertIn("--z-loss 0.001 is for --score sigmoid", done.stderr)
 
     def test_moments_in_bf16(self):
         """bf16 moments take half the memory; a --beta2 whose updates would be lost in rounding gets a warning."""

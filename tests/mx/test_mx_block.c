@@ -397,8 +397,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     moe_forward(y, x, w, &saved, no_counts, s, dispatch, pool, ctx);
     b.expert = (int32_t*)host_room(N * K * sizeof(int32_t));
     device_download(b.expert, saved.route.expert, N * K * sizeof(int32_t), ctx);
-    const RouterLosses none = {0, 0};
-    moe_backward(dx, dy, x, w, &saved, none, s, dispatch, pool, ctx);
+    moe_backward(dx, dy, x, w, &saved, 0, s, dispatch, pool, ctx);
     device_download(b.stats, stats, sizeof(b.stats), ctx);
     b.out[0] = fetch_floatX(y, n[0]);
     b.out[1] = fetch_floatX(dx, n[1]);

@@ -108,7 +108,6 @@ static void run_block(void* arg) {
     b->y = poisoned(N * C), b->dx = poisoned(N * C), b->load = kept_bytes(E * sizeof(int64_t));
     b->expert = poisoned_ints(N * s.router.K);
     // Forward of all blocks, then backward in reverse order.
-    const RouterLosses none = {0, 0};
     MoeSaved saved[3];
     PoolMark mark[3];
     for (int i = 0; i < b->blocks; i++) {
@@ -118,7 +117,7 @@ static void run_block(void* arg) {
     }
     memcpy(b->expert, saved[0].route.expert, N * s.router.K * sizeof(int32_t));
     for (int i = b->blocks - 1; i >= 0; i--) {
-        moe_backward(b->dx, b->dy, b->x, w, &saved[i], none, s, dispatch, pool, ctx);
+        moe_backward(b->dx, b->dy, b->x, w, &saved[i], 0, s, dispatch, pool, ctx);
         pool_release(pool, mark[i]);
     }
     dispatch_destroy(dispatch);

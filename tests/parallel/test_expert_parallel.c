@@ -127,7 +127,6 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     device_upload(memory, before, room, ctx);
     Pool* pool = pool_create("pool of a test", memory, room);
     Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, overflow, ctx);
-    const RouterLosses none = {0, 0};
     MoeSaved saved[BLOCKS];
     PoolMark mark[BLOCKS];
     for (int b = 0; b < BLOCKS; b++) {
@@ -137,7 +136,7 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     }
     o.expert = (int32_t*)fetch(saved[0].route.expert, (size_t)(N * K) * sizeof(int32_t));
     for (int b = BLOCKS - 1; b >= 0; b--) {
-        moe_backward(dx, dy, x, w, &saved[b], none, s, dispatch, pool, ctx);
+        moe_backward(dx, dy, x, w, &saved[b], 0, s, dispatch, pool, ctx);
         pool_release(pool, mark[b]);
     }
     o.out[0] = fetch_floatX(y, N * C);
