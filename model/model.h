@@ -88,7 +88,7 @@ typedef struct Shapes {
 // Hyperparameters of a step, in device memory so that a captured CUDA graph reads new values.
 typedef struct StepInputs {
     AdamW adamw;
-    Muon muon;
+    Muon muon, expert_muon;  // of the experts: --muon-expert-steps times the rate
 } StepInputs;
 
 // A training step: hyperparameters, results and counters in device memory, then the host's own numbers.
@@ -100,12 +100,13 @@ typedef struct Step {
     QuantizationStats* stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
     int measures;              // 1: this step fills stats; set before model_step_begin, cleared by model_update
     int first;                 // 1: its first micro-step
+    int experts_wait;          // 1: Muon updates only the momentum of the experts
     int late;                  // 1: the MTP loss weight is already --mtp-weight-end
     float mtp_weight;          // weight of the loss of each MTP module
 } Step;
 
-// Captured graphs: 16 kinds of micro-steps (model/step.c), and the update.
-enum { UPDATE_GRAPH = 16, GRAPHS };
+// Captured graphs: 16 kinds of micro-steps (model/step.c), and two of updates (model/update.c).
+enum { UPDATE_GRAPH = 16, GRAPHS = 18 };
 
 typedef struct Model {
     Settings settings;

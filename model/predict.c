@@ -68,8 +68,8 @@ static void add_param(double t[TIMES], const Model* m, const Unit* u, const Para
     t[T_OPTIMIZER] += owned * bytes / MEMORY;
     if (muon) {
         const double matrix = rows / (p->second ? 2 : 1);
-        t[T_OPTIMIZER] +=
-            owned / (matrix * columns) * muon_flops((int64_t)matrix, w->IC) / muon_rate(fmin(matrix, columns));
+        t[T_OPTIMIZER] += owned / (matrix * columns) * muon_flops((int64_t)matrix, w->IC) /
+                          muon_rate(fmin(matrix, columns)) / (double)(routed ? s->muon_expert_steps : 1);
     }
 }
 

@@ -26,8 +26,9 @@ static double flops_of_muon(const Settings* s) {
         NamedTensor* list = params_tensors(&s->model, &whole, u, &count);
         for (int i = 0; i < count; i++)
             if (list[i].muon)
-                flops += muon_flops(list[i].shape[0], list[i].shape[1]) *
-                         (double)(list[i].buffer == EXPERT_PARAMS ? experts : dense);
+                flops +=
+                    muon_flops(list[i].shape[0], list[i].shape[1]) *
+                    (list[i].buffer == EXPERT_PARAMS ? (double)experts / (double)s->muon_expert_steps : (double)dense);
         free(list);
     }
     return flops;

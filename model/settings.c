@@ -36,7 +36,7 @@
 // The options, in the order of --help.
 const Option settings_table[] = {
     // Model: --model sets all of the group.
-    CHOICE("model", "model", preset, "tiny", "tiny|small|debug|16b|236b|671b", KEPT_COMMON,
+    CHOICE("model", "model", preset, "tiny", "tiny|small|medium|debug|16b|236b|671b", KEPT_COMMON,
            "preset for the options of this group"),
     WHOLE("model", "layers", model.L, NULL, 1, 1024, KEPT, "blocks"),
     WHOLE("model", "dim", model.C, NULL, 1, 1 << 14, KEPT, "model width"),
@@ -123,6 +123,8 @@ const Option settings_table[] = {
     NUMBER("optimizer", "muon-lr", muon_lr, "2e-3", 0, 100, FIXED_COMMON,
            "peak learning rate of Muon; another with --model tiny (docs/model.md)"),
     NUMBER("optimizer", "muon-momentum", muon_momentum, "0.95", 0, 0.999999, FIXED, "momentum of Muon"),
+    WHOLE("optimizer", "muon-expert-steps", muon_expert_steps, "1", 1, 1000, FIXED,
+          "every Nth step updates the experts, at N times the rate (docs/model.md)"),
     NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED_COMMON,
            "peak learning rate; others with 16b, 236b, 671b (docs/model.md)"),
     NUMBER("optimizer", "warmup", warmup, "0.05", 0, 1e9, FIXED_COMMON,
@@ -198,32 +200,37 @@ const Preset settings_presets[] = {
     {.model = {.L = 4, .C = 128, .H = 4, .q_lora = 0, .kv_lora = 64, .nope = 32, .rope = 16, .v = 32,
                .dense_ffn = 512, .dense_layers = 1, .E = 8, .K = 2, .shared = 1, .F = 128, .V = 257,
                .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
-     .lr = 1e-3, .muon_lr = 12e-3, .optimizer = MUON, .bf16_moments = false},
+     .lr = 1e-3, .muon_lr = 12e-3, .optimizer = MUON, .expert_steps = 1, .bf16_moments = false},
     // small
     {.model = {.L = 8, .C = 512, .H = 8, .q_lora = 0, .kv_lora = 256, .nope = 64, .rope = 32, .v = 64,
                .dense_ffn = 2048, .dense_layers = 1, .E = 32, .K = 4, .shared = 1, .F = 384, .V = 50257,
                .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
-     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .bf16_moments = false},
+     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .expert_steps = 2, .bf16_moments = false},
+    // medium
+    {.model = {.L = 12, .C = 1024, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 64, .rope = 32, .v = 64,
+               .dense_ffn = 4096, .dense_layers = 1, .E = 64, .K = 6, .shared = 1, .F = 512, .V = 50257,
+               .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
+     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .expert_steps = 4, .bf16_moments = false},
     // debug
     {.model = {.L = 6, .C = 256, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
                .dense_ffn = 1024, .dense_layers = 1, .E = 8, .K = 3, .shared = 2, .F = 256, .V = 2048,
                .groups = 1, .top_groups = 1, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 1, COMMON(0.707)},
-     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .bf16_moments = false},
+     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .expert_steps = 1, .bf16_moments = false},
     // 16b
     {.model = {.L = 27, .C = 2048, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
                .dense_ffn = 10944, .dense_layers = 1, .E = 64, .K = 6, .shared = 2, .F = 1408, .V = 102400,
                .groups = 1, .top_groups = 1, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 1, COMMON(0.707)},
-     .lr = 4.2e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .bf16_moments = true},
+     .lr = 4.2e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .expert_steps = 1, .bf16_moments = true},
     // 236b
     {.model = {.L = 60, .C = 5120, .H = 128, .q_lora = 1536, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
                .dense_ffn = 12288, .dense_layers = 1, .E = 160, .K = 6, .shared = 2, .F = 1536, .V = 102400,
                .groups = 8, .top_groups = 3, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 16, COMMON(1)},
-     .lr = 2.4e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .bf16_moments = true},
+     .lr = 2.4e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .expert_steps = 1, .bf16_moments = true},
     // 671b
     {.model = {.L = 61, .C = 7168, .H = 128, .q_lora = 1536, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
                .dense_ffn = 18432, .dense_layers = 3, .E = 256, .K = 8, .shared = 1, .F = 2048, .V = 129280,
                .groups = 8, .top_groups = 4, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 2.5, COMMON(1)},
-     .lr = 2.2e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .bf16_moments = true},
+     .lr = 2.2e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .expert_steps = 1, .bf16_moments = true},
 };
 // clang-format on
 

@@ -33,6 +33,7 @@ typedef struct Preset {
     ModelConfig model;
     double lr, muon_lr;
     Optimizer optimizer;
+    int expert_steps;  // --muon-expert-steps
     bool bf16_moments;
 } Preset;
 extern const Preset settings_presets[];
@@ -51,7 +52,7 @@ typedef struct Settings {
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
-    int64_t optimizer, moments, schedule, balance;
+    int64_t optimizer, moments, schedule, balance, muon_expert_steps;
     double warmup, muon_lr, muon_momentum;
     double mtp_weight, mtp_weight_end, mtp_switch;
     int64_t ep, shard, dispatch, recompute;

@@ -70,6 +70,7 @@ static void set_for_model(Settings* s) {
     if (!GIVEN(s, lr)) s->lr = preset->lr;
     if (!GIVEN(s, muon_lr)) s->muon_lr = preset->muon_lr;
     if (!GIVEN(s, optimizer)) s->optimizer = *s->init ? ADAMW : preset->optimizer;
+    if (!GIVEN(s, muon_expert_steps)) s->muon_expert_steps = preset->expert_steps;
     if (!GIVEN(s, moments)) s->moments = preset->bf16_moments;
     // Load balancing: the weight of the balance loss, by --balance and --score (sigmoid, softmax). 1e-3 is
     // DeepSeek-V2's (aux_loss_alpha of its published configuration).
@@ -87,8 +88,8 @@ static void check_effect(Settings* s) {
     if (s->balance != BALANCE_DEEPSEEK && GIVEN(s, bias_rate))
         die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
             s->balance == BALANCE_NONE ? "none" : "quantile");
-    if (s->optimizer != MUON && (GIVEN(s, muon_lr) || GIVEN(s, muon_momentum)))
-        die(EXIT_USAGE, "--muon-%s goes with --optimizer muon", GIVEN(s, muon_lr) ? "lr" : "momentum");
+    if (s->optimizer != MUON && (GIVEN(s, muon_lr) || GIVEN(s, muon_momentum) || GIVEN(s, muon_expert_steps)))
+        die(EXIT_USAGE, "--muon-lr, --muon-momentum and --muon-expert-steps go with --optimizer muon");
 }
 
 // Finds the tokenizer of the shards, and the size of the vocabulary, unless given or recorded. Shards in a new place

@@ -9,9 +9,12 @@ enum { KEY_STREAM = 0xFFFFFFFFu - 2 };  // apart from the streams of the weights
 
 void model_step_begin(Model* m, int64_t step) {
     const Settings* s = &m->settings;
-    const StepInputs inputs = {{(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
-                                (float)s->weight_decay, (float)s->clip},
-                               {(float)settings_muon_lr(s, step), (float)s->muon_momentum, (float)s->weight_decay}};
+    const float muon_lr = (float)settings_muon_lr(s, step);
+    const StepInputs inputs = {
+        {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps, (float)s->weight_decay,
+         (float)s->clip},
+        {muon_lr, (float)s->muon_momentum, (float)s->weight_decay},
+        {muon_lr * (float)s->muon_expert_steps, (float)s->muon_momentum, (float)s->weight_decay}};
     const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
     const double weight = settings_mtp_weight(s, step);
     // Hyperparameters go to device memory, where a replayed graph reads them.
@@ -20,6 +23,7 @@ void model_step_begin(Model* m, int64_t step) {
     m->step.late = weight != s->mtp_weight;
     m->step.mtp_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
     m->step.first = 1;
+    m->step.experts_wait = step % s->muon_expert_steps != 0;
     // Random numbers of the step. Each rank takes one batch after another.
     uint32_t word[4];
     philox(word, (uint64_t)s->seed, KEY_STREAM, (uint64_t)step);

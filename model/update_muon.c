@@ -19,6 +19,12 @@
 
 #include "device/check.h"
 
+// Muon's hyperparameters for a buffer, and whether its weights wait for a later step.
+static const Muon* muon_of(const Model* m, int buffer) {
+    return buffer == EXPERT_PARAMS ? &m->step.inputs->expert_muon : &m->step.inputs->muon;
+}
+static int waits(const Model* m, int buffer) { return buffer == EXPERT_PARAMS && m->step.experts_wait; }
+
 // The group's matrices, one after another in x.
 static void orthogonalize(Model* m, const MuonGroup* g, floatX* x) {
     for (int64_t first = 0; first < g->count; first += g->at_once)
@@ -43,9 +49,12 @@ static void update_group(Model* m, const MuonGroup* g) {
         const Unit* u = &m->units[g->first + i];
         list[i] = muon_buffer(m, &u->buffer[param_buffer(g->id)], u->at[g->id], n, m->muon.x + i * n);
     }
-    muon_momentum(list, g->units, m->layout.bf16_moments, &m->step.inputs->muon, m->step.state, m->ctx);
-    orthogonalize(m, g, m->muon.x);
-    muon_update(list, g->units, &m->step.inputs->muon, m->step.state, m->ctx);
+    const int buffer = param_buffer(g->id);
+    muon_momentum(list, g->units, m->layout.bf16_moments, muon_of(m, buffer), m->step.state, m->ctx);
+    if (!waits(m, buffer)) {
+        orthogonalize(m, g, m->muon.x);
+        muon_update(list, g->units, muon_of(m, buffer), m->step.state, m->ctx);
+    }
     free(list);
 }
 
@@ -100,15 +109,19 @@ static void exchange_parts(Model* m, const Wave* wave, floatX* x, int back, Ctx*
     // The momentum comes before the exchange, the update after the return.
     const ExchangeBuffer buffer = {back ? m->muon.parts : x, back ? x : m->muon.parts, ROW * sizeof(floatX)};
     const ExchangeRows there = {send_start, send, recv_start, recv}, home = {recv_start, recv, send_start, send};
-    if (!back) muon_momentum(list, wave->count, m->layout.bf16_moments, &m->step.inputs->muon, m->step.state, ctx);
-    comm_exchange(wave_comm(m, wave), &buffer, 1, back ? home : there, ctx);
-    if (back) muon_update(list, wave->count, &m->step.inputs->muon, m->step.state, ctx);
+    const Muon* opt = muon_of(m, wave->b);
+    if (!back) muon_momentum(list, wave->count, m->layout.bf16_moments, opt, m->step.state, ctx);
+    if (!waits(m, wave->b)) {
+        comm_exchange(wave_comm(m, wave), &buffer, 1, back ? home : there, ctx);
+        if (back) muon_update(list, wave->count, opt, m->step.state, ctx);
+    }
     free(list);
     free(rows);
 }
 
 // The matrices of the buffer that this rank owns, in x.
 static void orthogonalize_own(Model* m, const Wave* wave, floatX* x) {
+    if (waits(m, wave->b)) return;
     const ParamBuffer* own = wave_buffer(m, wave, comm_index(wave_comm(m, wave)));
     for (int i = 0; i < m->muon.group_count; i++) {
         const MuonGroup* g = &m->muon.groups[i];

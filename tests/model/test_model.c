@@ -13,14 +13,14 @@ static void random_batch(int32_t* ids, int64_t n, int32_t V, uint32_t stream) {
     for (int64_t i = 0; i < n; i++) ids[i] = (int32_t)(random_uniform(99, stream, (uint64_t)i) * V);
 }
 
-// Runs one step's micro-batches on fixed random tokens without updating; gradients stay in the units.
-static double accumulate(Model* m, int64_t sequences) {
+// Runs the micro-batches of a step on fixed random tokens without updating; gradients stay in the units.
+static double accumulate_step(Model* m, int64_t sequences, int64_t step) {
     const Settings* s = &m->settings;
     int64_t n = sequences * s->seq_len, micro = s->batch * s->seq_len;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
     random_batch(ids, 2 * n, (int32_t)s->model.V, 7);
     poison_gradients(m);
-    model_step_begin(m, 1);
+    model_step_begin(m, step);
     for (int64_t i = 0; i < n; i += micro) {
         model_batch(m, ids + i, ids + n + i, s->batch, s->seq_len);
         model_micro_step(m, i + micro >= n);
@@ -28,6 +28,7 @@ static double accumulate(Model* m, int64_t sequences) {
     free(ids);
     return state_of(m).loss_sum / (double)n;
 }
+static double accumulate(Model* m, int64_t sequences) { return accumulate_step(m, sequences, 1); }
 
 static Model* fresh(const char* line) {
     Settings s = settings_of(line);
@@ -401,6 +402,42 @@ static void bad_step(void) {
     finish(m);
 }
 
+// --muon-expert-steps 2: step 1 leaves the experts' weights and adds to their momentum, and step 2 has twice the rate.
+// So two steps with it have the bits of two updates at every step, with the experts' rate 0 and then doubled.
+static void experts_every_second_step(void) {
+    const char* options = SMALL "--batch 2 --optimizer muon --warmup 0 --muon-expert-steps";
+    Model* m[2];
+    real* initial[BUFFERS];
+    for (int every = 1; every <= 2; every++) {
+        char* line = host_format("%s %d", options, every);
+        m[every - 1] = fresh(line);
+        free(line);
+    }
+    const ParamBuffer* p[2] = {m[0]->units[2].buffer, m[1]->units[2].buffer};
+    for (int b = 0; b < BUFFERS; b++) initial[b] = host_masters(m[0], &p[0][b], 0, p[0][b].n);
+    for (int64_t step = 1; step <= 2; step++) {
+        for (int i = 0; i < 2; i++) {
+            accumulate_step(m[i], 2, step);
+            const float rate = step == 1 ? 0 : 2 * (float)settings_muon_lr(&m[i]->settings, step);
+            if (i == 0) device_upload(&m[i]->step.inputs->expert_muon.lr, &rate, sizeof(rate), m[i]->ctx);
+            model_update(m[i], 0);
+        }
+        for (int b = 0; b < BUFFERS; b++) {
+            const size_t bytes = (size_t)p[0][b].n * sizeof(real);
+            if (!bytes) continue;
+            real *always = host_masters(m[0], &p[0][b], 0, p[0][b].n),
+                 *waits = host_masters(m[1], &p[1][b], 0, p[1][b].n);
+            CHECK(memcmp(always, waits, bytes) == 0, "buffer %d, step %d: other bits", b, (int)step);
+            CHECK((memcmp(waits, initial[b], bytes) == 0) == (b == EXPERT_PARAMS && step == 1),
+                  "buffer %d, step %d: changed, or not", b, (int)step);
+            free(always);
+            free(waits);
+        }
+    }
+    for (int b = 0; b < BUFFERS; b++) free(initial[b]);
+    for (int i = 0; i < 2; i++) finish(m[i]);
+}
+
 int main(void) {
 #ifdef F64
     RUN(differences_sigmoid);
@@ -420,5 +457,6 @@ int main(void) {
     RUN(initial_weights);
     RUN(schedules);
     RUN(bad_step);
+    RUN(experts_every_second_step);
     return test_summary();
 }

@@ -119,8 +119,8 @@ class BadOptions(Case):
                          bias_rate=1e-3)
 
     def test_muon(self):
-        for name, value in (("lr", 1e-3), ("momentum", 0.9)):
-            self.refused(2, f"--muon-{name} goes with --optimizer muon", **{f"muon_{name}": value})
+        for name, value in (("lr", 1e-3), ("momentum", 0.9), ("expert_steps", 1)):
+            self.refused(2, "--muon-lr, --muon-momentum and --muon-expert-steps go with --optimizer muon", **{f"muon_{name}": value})
         self.refused(2, "--muon-momentum 1", optimizer="muon", muon_momentum=1)
         self.refused(2, "--muon-momentum -0.1", optimizer="muon", muon_momentum=-0.1)
         self.refused(2, "--optimizer takes one of adamw|muon, not 'sgd'", optimizer="sgd")
@@ -245,7 +245,7 @@ class BadOptions(Case):
             self.assertAlmostEqual(a, 2 * b, delta=0.0016)  # three digits are printed
         for model, given, expected in (("small", [], "float32"), ("16b", [], "bf16"), ("671b", ["--moments", "float32"], "float32")):
             printed = self.call([PROGRAM, "--dry-run", "all", "--model", model, *ANY_GPU] + given).stdout
-            self.assertEqual(re.search(r" moments (\S+) ", printed)[1], expected)
+            self.assertEqual(re.search(r" moments (\S+)\s", printed)[1], expected)
         self.assertEqual(self.train(dry_run=True, moments="bf16", beta2=0.99).stderr, "")
         self.assertEqual(self.train(dry_run=True, beta2=0.999).stderr, "")
         for options, expected in ((dict(optimizer="muon"), []), (dict(optimizer="muon", muon_momentum=0.98, beta1=0.98), []),

@@ -290,7 +290,7 @@ class Resume(Case):
                         dict(q_lora=8, yarn=1, shared_experts=0, top_k=1, dense_layers=1), dict(dense_layers=2),
                         dict(overfit=True, clip=0, force_balance=True), dict(mtp=2, mtp_switch=1),
                         dict(moments="bf16", score="softmax"), dict(balance="deepseek", score="softmax"),
-                        dict(balance="none"), dict(optimizer="muon"), dict(optimizer="muon", moments="bf16", q_lora=8, mtp=1, mtp_switch=1)):
+                        dict(balance="none"), dict(optimizer="muon"), dict(optimizer="muon", moments="bf16", muon_expert_steps=2, q_lora=8, mtp=1, mtp_switch=1)):
             with self.subTest(options):
                 self.check([9], **options)
 

@@ -217,7 +217,7 @@ class Stages(Case):
             (dict(dim=64, beta2=0.99, moments="bf16", balance="none", lr=1),
              "the run in old/step_00000010 was made with --dim 32, not 64; --beta2 0.95, not 0.99; --moments float32, not bf16; "
              "--balance quantile, not none. A new stage keeps its model"),
-            (dict(muon_lr=1e-2), "--muon-lr goes with --optimizer muon"),
+            (dict(muon_lr=1e-2), "--muon-lr, --muon-momentum and --muon-expert-steps go with --optimizer muon"),
             (dict(bias_rate=0), "--bias-rate goes with --balance deepseek"),
             # The run itself is not a stage of itself, also with --resume.
             (dict(out="old"), "--out old holds a run already"),

@@ -36,7 +36,7 @@ class Recipes(Case):
 
     def test_each_can_be_planned(self):
         names = [path.stem for path in RECIPES if path.stem != "text"]
-        self.assertEqual(names, ["16b", "debug", "small", "tiny"])
+        self.assertEqual(names, ["16b", "debug", "medium", "small", "tiny"])
         for name in names:
             for text in ("--train", "my text/*.bin"), ("--train=my text/*.bin",), ():
                 with self.subTest(name, text=text):
