@@ -1,5 +1,5 @@
 # The benchmarks. Yardsticks that need PyTorch are left out where it is not installed.
-BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx learn muon moe_layer
+BENCH_CUDA = peaks attention grouped_gemm memory casts grouped_gemm_mx learn muon moe_layer
 bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(PYTHON) bench/run.py $(CPU)/train_moe
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)

@@ -184,7 +184,7 @@ void ctx_sync(Ctx* ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx->stream)); }
 const char* device_name(Ctx* ctx) { return ctx->name; }
 // The SMs of an H100 or H200: workspaces are sized without a device (--dry-run).
 int device_workers(void) { return 132; }
-double device_peak_flops(Ctx* ctx) { return strstr(ctx->name, "H100") || strstr(ctx->name, "H200") ? 989e12 : 0; }
+double device_peak_flops(Ctx* ctx) { return kernels_peak_flops(ctx->name, ctx->sms); }
 
 size_t device_free_memory(int sharing) {
     size_t free_bytes, total;

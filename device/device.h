@@ -31,7 +31,7 @@ void ctx_sync(Ctx* ctx);  // waits until all work queued on ctx is done
 
 // One line for the reader: "CPU, 2 threads, OpenBLAS (Haswell kernels)".
 const char* device_name(Ctx* ctx);
-// Dense bf16 peak in FLOP/s, the reference of MFU; 0 if unknown (the CPU).
+// Dense bf16 peak in FLOP/s, the reference of MFU; 0 if unknown (the CPU, and GPUs that kernels_peak_flops lacks).
 double device_peak_flops(Ctx* ctx);
 // The number of workers for the workspace functions: threads on the CPU, SMs on the GPU.
 int device_workers(void);

@@ -38,3 +38,9 @@ char* kernels_without_fast(int capability, int portable) {
         capability == 90 ? "Hopper's kernels: unset TRAIN_MOE_KERNELS"
                          : "tensor cores for MXFP8: compute capability 9.0 (H100, H200) or 10.0 and up (Blackwell)");
 }
+
+double kernels_peak_flops(const char* name, int sms) {
+    // PCIe cards and parts of a card (MIG) have fewer SMs, NVL cards a lower clock: their peaks are lower.
+    const int full = sms == 132 && !strstr(name, "NVL");
+    return full && (strstr(name, "H100") || strstr(name, "H200")) ? 989e12 : 0;
+}

@@ -1,5 +1,5 @@
 // Selects the kernels of a GPU: portable kernels for every NVIDIA GPU since Ampere, or kernels for Hopper. Plain
-// functions of the compute capability (90 is 9.0), so that any machine can compute the answer for any GPU.
+// functions of the compute capability (90 is 9.0) or the name, so that any machine can compute the answer for any GPU.
 #pragma once
 
 #include "device/types.h"
@@ -15,3 +15,6 @@ char* kernels_old_driver(int driver, int toolkit);
 
 // NULL, or the reason why the GPU has no MXFP8 GEMMs for --precision mxfp8 with these kernels (newly allocated).
 char* kernels_without_fast(int capability, int portable);
+
+// Dense bf16 peak of a GPU in FLOP/s by NVIDIA's data sheets; 0 for all but H100, H200 and GH200 at their full size.
+double kernels_peak_flops(const char* name, int sms);

@@ -231,7 +231,8 @@ void memory_report(const Settings* s, int running) {
         report_items(&m, build);
     }
     model_plan_free(&m);
-    if (proposal) does_not_fit(s, build, needed, available, given ? "left besides the CUDA context" : "free", proposal);
+    if (proposal)
+        does_not_fit(s, build, needed, available, context ? "left besides the CUDA context" : "free", proposal);
 }
 
 void memory_check(const Settings* s, int rank) {

@@ -6,8 +6,10 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "data/runlog.h"
 #include "device/check.h"
 #include "device/files.h"
+#include "model/params.h"
 #include "parallel/checkpoint.h"
 #include "parallel/slices.h"
 
@@ -31,6 +33,7 @@ char* record_line(const Settings* s, const char* build, const char* device) {
     const char* values[3][2] = {{"build", build}, {"host", host}, {"device", device}};
     // Members go in before the closing brace.
     line[strlen(line) - 1] = 0;
+    runlog_number(&line, "flops-per-token", flops_per_token(&s->model, s->seq_len));
     for (int i = 0; i < 3; i++) {
         char* quoted = json_quote(values[i][1]);
         host_append(&line, ", \"%s\": %s", values[i][0], quoted);

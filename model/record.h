@@ -16,7 +16,8 @@
 // All options as one JSON object, in fresh memory. Its last members are "warmup-steps", the steps of the warm-up, and
 // "updates-before", the updates of the stages before (--init-moments).
 char* record_json(const Settings* settings);
-// The log's first line: the same, and "build", "host" (this one) and "device". In fresh memory.
+// The log's first line: the same, and "flops-per-token" (the numerator of MFU), "build", "host" (this one) and
+// "device". In fresh memory.
 char* record_line(const Settings* settings, const char* build, const char* device);
 
 // The newest manifest in rank 0's folder `out` (NULL: none) that is good; NULL where there is no checkpoint. Ends the

@@ -105,9 +105,12 @@ class Log(Case):
         self.train(out="run", steps=10, val=self.val_glob, val_every=4, val_tokens=256, lr=1e-2, warmup=5)
         first, steps = read_log(self.dir / "run")
         listed = re.findall(r"^  --([a-z0-9-]+) ", self.call([PROGRAM, "--help", "all"]).stdout, re.M)
-        self.assertEqual(list(first), listed + ["warmup-steps", "updates-before", "build", "host", "device"])
+        self.assertEqual(list(first), listed + ["warmup-steps", "updates-before", "flops-per-token", "build", "host", "device"])
         self.assertRegex(first["build"], "^train_moe .* build in ")
         self.assertEqual(first["host"], socket.gethostname())
+        # Two blocks of attention, a dense MLP, two experts and a shared one of 3 x 32 x 16, router, lm_head; keys of 32 / 2 positions.
+        flops = 6 * (2 * (96 * 32 + 32 * 32 + 128 * 16 + 64 * 32) + 3 * 32 * 64 + 3 * 3 * 32 * 16 + 4 * 32 + 257 * 32) + 6 * 2 * 2 * 80 * 16
+        self.assertEqual(first["flops-per-token"], flops)
         for name, value in {**SMALL, "steps": 10, "lr": 0.01, "warmup": 5, "tokens_per_step": 64, "model": "tiny",
                             "resume": 0, "train": str(self.train_glob), "vocab": 257, "route_scale": 1}.items():
             self.assertEqual(first[name.replace("_", "-")], value, name)
@@ -123,6 +126,8 @@ class Log(Case):
             self.assertTrue(step["ms"] > 0 and step["grad_norm"] > 0 and step["mem_gib"] > 0)
             self.assertTrue(1 <= step["load_max_over_mean"] <= 2)  # 4 experts, 2 per token
             self.assertAlmostEqual(step["tokens_per_s"] * step["ms"] / 64000, 1, places=5)
+            if step["mfu"] is not None:  # H100 and H200
+                self.assertAlmostEqual(step["mfu"] * 989e12 / step["tokens_per_s"] / flops, 1, places=5)
             dense, worst = step["load_max"]
             self.assertEqual((dense, step["load_min"][0]), (None, None))
             self.assertAlmostEqual(worst, step["load_max_over_mean"], delta=1e-3)

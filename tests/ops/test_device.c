@@ -193,6 +193,25 @@ static void old_drivers(void) {
           "a driver that runs the program is refused");
 }
 
+// A peak that is not that of the card would make its MFU wrong.
+static void peaks(void) {
+    static const struct {
+        const char* name;
+        int sms, known;
+    } cases[] = {{"NVIDIA H100 80GB HBM3", 132, 1},
+                 {"NVIDIA H200", 132, 1},
+                 {"NVIDIA GH200 480GB", 132, 1},
+                 {"NVIDIA H100 PCIe", 114, 0},
+                 {"NVIDIA H100 NVL", 132, 0},
+                 {"NVIDIA H200 NVL", 132, 0},
+                 {"NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, 0},
+                 {"NVIDIA H20", 78, 0},
+                 {"NVIDIA GeForce RTX 4090", 128, 0},
+                 {"NVIDIA B200", 148, 0}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
+        CHECK(kernels_peak_flops(cases[i].name, cases[i].sms) == (cases[i].known ? 989e12 : 0), "%s", cases[i].name);
+}
+
 // The address sanitizer would end the program where malloc must return NULL.
 const char* __asan_default_options(void) { return "allocator_may_return_null=1"; }
 
@@ -212,6 +231,7 @@ int main(void) {
     RUN(folders);
     RUN(kernels_to_ask_for);
     RUN(old_drivers);
+    RUN(peaks);
     RUN(kernels_of_gpus);
     RUN(ends_with_reason);
     return test_summary();

@@ -138,18 +138,23 @@ class Build(unittest.TestCase):
             self.assertRegex(text, rf"(?m)^{name} +none: .*\n +Debian: apt install .*-c conda-forge {package}; .*module load {package}$")
 
     def test_report(self):
-        """bench/report.sh on a GPU, with a stub of the program: medians, 16b with the layers that fit, both kernels, tests."""
+        """bench/report.sh on a GPU, with a stub of the program: medians and shares, 16b with the layers that fit, kernels, tests.
+
+        The step of 4 ms: 700 tokens/s x 40e9 FLOPs of 100e12, and 28 x 100e6 bytes at 2e12 a second, 1.4 ms."""
         program = """#!/bin/sh
 case "$*" in
     --version) echo train_moe 1;;
-    *--dry-run*) [ "${*##*--gpu-memory }" = 24 ] && case "$*" in *--layers\ [1-3]\ *) ;; *) exit 1; esac;;
+    *--dry-run*) layers=${*##*--layers }; [ "${layers%% *}" -le "$FIT" ]; exit $?;;
     *"--model debug"*) echo out of GPU memory; exit 1;;
-    *) echo "device     A card, ${TRAIN_MOE_KERNELS:-own} kernels"
-       for ms in 99 99 5 3.5 "   4"; do echo "step 1/9  loss 1  norm 1  lr 1.00e-03  $ms ms      700 tok/s  load 1  ETA 0:00:00"; done;;
+    *) echo "device     A card, ${TRAIN_MOE_KERNELS:-$OWN} kernels"
+       echo "model      a: b: 100.0e6 parameters (20.00e6 active a token), 40.00e9 FLOPs a token at seq-len 9"
+       for at in "99 ms 28" "99 ms 28" "5 ms 560" "3.5 ms 800" "   4 ms      700"; do
+           echo "step 1/9  loss 1  norm 1  lr 1.00e-03  $at tok/s  load 1  ETA 0:00:00"; done;;
 esac
 """
         for name, text in (("bin/nvidia-smi", "#!/bin/sh\necho A card, 580.1, 24576, 450\n"), ("build/cuda/train_moe", program),
                            ("bin/make", '#!/bin/sh\n[ "$1" != test ] || { echo 7 passed, 0 failed, 0 skipped; exit 0; }\n'),
+                           ("build/cuda/bench/peaks", "#!/bin/sh\necho 'matmul    100.0 TFLOP/s: bf16'\necho 'copy      2.000 TB/s: both ways'\n"),
                            ("build/cuda/bench/memory", "#!/bin/sh\necho copies\n"), ("build/cuda/bench/grouped_gemm", "#!/bin/sh\necho matmuls\n")):
             (self.dir / name).parent.mkdir(parents=True, exist_ok=True)
             (self.dir / name).write_text(text)
@@ -157,16 +162,27 @@ esac
         (self.dir / "bench").unlink()
         (self.dir / "bench").mkdir()
         shutil.copy(ROOT / "bench/report.sh", self.dir / "bench")
-        done = subprocess.run(["sh", self.dir / "bench/report.sh"], env=self.environment() | {"PYTHON": sys.executable}, timeout=60,
-                              capture_output=True, text=True)
+        report = lambda own, fit: subprocess.run(["sh", self.dir / "bench/report.sh"], timeout=60, capture_output=True, text=True,
+                                                 env=self.environment() | {"PYTHON": sys.executable, "OWN": own, "FIT": str(fit)})
+        done = report("own", 3)
         self.assertEqual(done.returncode, 0, done.stdout)
-        said = ["report: builds build/cuda/train_moe, then measures", "report: make test; this takes minutes"]
-        self.assertEqual(done.stderr.splitlines(), said)
-        for line in ("program   train_moe 1", "GPU, driver, MiB, W   A card, 580.1, 24576, 450", "device, tuned: A card, own kernels",
-                     "device, portable: A card, portable kernels", "tiny, tuned: 4 ms, 700 tokens/s; --model tiny --optimizer adamw --steps 2000",
-                     "debug, portable: failed: out of GPU memory", "copies", "matmuls", "make test: exit code 0, 7 passed, 0 failed, 0 skipped"):
+        said = ["builds build/cuda/train_moe; this takes minutes", "makes shards of data/repository.txt.xz", "the card's own rates",
+                "how many layers of 16b fit, 4 at most (--dry-run)"]
+        said += [f"{model}, {kernels}" for kernels in ("default", "portable") for model in ("tiny", "debug", "small", "16b")]
+        said += ["kernels: RMSNorm, then the matmuls of experts", "make test; this takes minutes"]
+        self.assertEqual(done.stderr.splitlines(), [f"report: {phase}" for phase in said])
+        speed = "4 ms, 700 tokens/s, matmul 28.0 %, AdamW 35.0 %"
+        for line in ("program   train_moe 1", "GPU, driver, MiB, W   A card, 580.1, 24576, 450", "matmul    100.0 TFLOP/s: bf16",
+                     "copy      2.000 TB/s: both ways", "device, default: A card, own kernels", "device, portable: A card, portable kernels",
+                     f"tiny, default: {speed}; --model tiny --optimizer adamw --steps 2000", "debug, portable: failed: out of GPU memory",
+                     "copies", "matmuls", "make test: exit code 0, 7 passed, 0 failed, 0 skipped"):
             self.assertIn(line, done.stdout.splitlines())
-        self.assertRegex(done.stdout, r"(?m)^16b, portable: 4 ms, 700 tokens/s; .* --layers 3$")
+        self.assertRegex(done.stdout, rf"(?m)^16b, portable: {speed}; .* --layers 3$")
+        # Portable kernels that are the card's own are measured once.
+        for fit, said in ((0, "no layer fits"), (27, r".* --layers 4")):
+            text = report("portable", fit).stdout
+            self.assertEqual(re.findall(r"(?m)^small, (\w+): ", text), ["default"])
+            self.assertRegex(text, rf"(?m)^16b[a-z, ]*: {said}$")
 
     def test_dockerfile(self):
         """The image has every package of setup.sh, and the build does not run as root."""
