@@ -19,14 +19,19 @@ static inline BOTH_SIDES float e4m3_nearest(float x) {
 }
 
 // x to e2m1. Its neighbours are the multiples of a step that grows with |x|. To nearest, ties to even: float32 has that
-// step from `large` on. Or by a random number: a fraction of t is a multiple of 2^-24 or smaller than one, so the
-// probability is off by less than 2^-24. NaN may become 6 here: its block's scale is NaN.
-static inline BOTH_SIDES float e2m1_rounded(float x, bool random, uint32_t word) {
+// step around `large`. At random: to nearest after an offset of less than half a step. NaN may become 6 here: its
+// block's scale is NaN.
+static inline BOTH_SIDES float e2m1_rounded(float x, bool random, float offset) {
     const float a = fminf(fabsf(x), 6);
-    const uint32_t power = bits_of(fmaxf(a, 1)) & 0xff800000u;  // of 2 steps: 1, 2 or 4
-    const float step = float_of_bits(power) * 0.5f, large = step * 0x1p23f;
-    const float t = a * float_of_bits(0x7f800000u - power), low = floorf(t);  // a / step
-    return copysignf(random ? (low + ((float)(word >> 8) * 0x1p-24f < t - low)) * step : (a + large) - large, x);
+    const float power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);  // of 2 steps: 1, 2 or 4
+    const float large = power * 0x1.8p22f;
+    return copysignf((random ? a + power * offset : a) + large - large, x);
+}
+
+// The offset, in units of two steps, of bits 7 to 22 of a word: 1/4 - r / 2, where r = (bits + 1/2) 2^-16. A number
+// goes up if r is below its distance from the lower neighbour, in steps: with this probability, to 2^-17.
+static inline BOTH_SIDES float e2m1_offset(uint32_t word) {
+    return 0.75f - float_of_bits(0x3f000040 | (word & 0x7fff80));
 }
 
 // The factors of a block: before e2m1, and two after it.
@@ -53,8 +58,8 @@ static inline BOTH_SIDES Fp4Scale nvfp4_scale(int32_t rule, uint32_t amax, uint3
     return s;
 }
 
-static inline BOTH_SIDES float fp4_value(float x, Fp4Scale s, bool random, uint32_t word) {
-    return e2m1_rounded(x * s.inverse, random, word) * s.block * s.tensor;
+static inline BOTH_SIDES float fp4_value(float x, Fp4Scale s, bool random, float offset) {
+    return e2m1_rounded(x * s.inverse, random, offset) * s.block * s.tensor;
 }
 
 // The squared error of a line, to nearest. By fma in double, in order: the same bits on CPU and GPU, and so is the sum
@@ -124,7 +129,7 @@ static inline BOTH_SIDES uint32_t fp4_prepare(float* v, int n, Fp4Line line) {
 }
 
 // The values of a line of group g, in blocks that are `wide`. The random number of an element depends on its column and
-// on the place of its row in the step. Four neighbours along the line share a counter.
+// on the place of its row in the step. Eight neighbours along the line share a counter.
 static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int wide, Fp4Scale s, const Fp4Work* w,
                                          int32_t g, Fp4Line line) {
     const BatchDraws* draws = w->draw.batch;
@@ -134,12 +139,15 @@ static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int 
         return;
     }
     const uint64_t row = (uint64_t)(draws->first + line.row), column = (uint64_t)line.column, key = draws->key;
-    const uint64_t counter = (wide == 1 ? column << 40 | row : row << 24 | column) / 4;
+    const uint64_t counter = (wide == 1 ? column << 40 | row : row << 24 | column) / 8;
     UNROLL
-    for (int k = 0; k < n; k += 4) {
+    for (int k = 0; k < n; k += 8) {
         uint32_t word[4];
-        philox(word, key, w->draw.stream + (uint32_t)g, counter + (uint64_t)k / 4);
-        for (int j = 0; j < 4; j++) out[k + j] = fp4_value(v[k + j], s, true, word[j]);
+        philox(word, key, w->draw.stream + (uint32_t)g, counter + (uint64_t)k / 8);
+        for (int j = 0; j < 8; j++) {
+            const uint32_t u = word[j / 2];  // an odd element has the other 16 bits
+            out[k + j] = fp4_value(v[k + j], s, true, e2m1_offset(j % 2 ? u << 16 | u >> 16 : u));
+        }
     }
 }
 
