@@ -1,9 +1,11 @@
 // The arithmetic of mx/fp4.h, the same on CPU and GPU. Not for host code.
 //
-// A block comes in lines: one down the column if blocks are one element wide, else its rows. A thread of a kernel has a
-// line in registers: nvcc unrolls short loops with constant bounds, and longer ones where it is told. n: its elements,
-// 16 or 32. Where the group ends within a block, zeros follow, which change nothing.
+// A block comes in lines: one down the column if blocks are one element wide, else its rows. A thread of a kernel has
+// lines in registers: nvcc unrolls short loops with constant bounds, and longer ones where it is told. n: elements of a
+// line, 16 or 32. Where the group ends within a block, zeros follow, which change nothing.
 #pragma once
+
+#include <float.h>
 
 #include "device/random.h"
 #include "mx/fp4.h"
@@ -12,10 +14,9 @@
 
 // x >= 0 to the nearest e4m3, ties to even, at most 448. Below 2^-6 the step is 2^-9, as that of float32 from 2^14 on.
 static inline BOTH_SIDES float e4m3_nearest(float x) {
-    if (x >= 448) return 448;
-    if (x < 0x1p-6f) return (x + 0x1p14f) - 0x1p14f;
     const uint32_t u = bits_of(x);
-    return float_of_bits((u + 0x7ffff + (u >> 20 & 1)) & 0xfff00000u);
+    const float small = (x + 0x1p14f) - 0x1p14f, other = float_of_bits((u + 0x7ffff + (u >> 20 & 1)) & 0xfff00000u);
+    return fminf(x < 0x1p-6f ? small : other, 448);
 }
 
 // x to e2m1. Its neighbours are the multiples of a step that grows with |x|. To nearest, ties to even: float32 has that
@@ -34,13 +35,12 @@ static inline BOTH_SIDES float e2m1_offset(uint32_t word) {
     return 0.75f - float_of_bits(0x3f000040 | (word & 0x7fff80));
 }
 
-// The factors of a block: before e2m1, and two after it.
+// The factors of a block: before e2m1, and two after it. Of a tensor: e, 0, t (mx/fp4.h).
 typedef struct Fp4Scale {
     float inverse, block, tensor;
 } Fp4Scale;
 
-// From the bits of the largest magnitudes, of the block and of the tensor. largest: the e2m1 that a block's largest
-// magnitude becomes, 6 or 4.
+// From the bits of the largest magnitude.
 static inline BOTH_SIDES Fp4Scale mxfp4_scale(int32_t rule, uint32_t amax) {
     // 1.5 = 6 / 2^2: only a mantissa above it carries into the exponent.
     const int32_t exponent = (int32_t)((amax + (rule == MX_RCEIL ? 0x3fffff : 0)) >> 23) - 2;
@@ -49,12 +49,16 @@ static inline BOTH_SIDES Fp4Scale mxfp4_scale(int32_t rule, uint32_t amax) {
     return s;
 }
 
-static inline BOTH_SIDES Fp4Scale nvfp4_scale(int32_t rule, uint32_t amax, uint32_t amax_tensor, int largest) {
-    const float most = float_of_bits(0x7f7fffff);
-    const float e = fminf((rule == NVFP4_FOUR_SIX ? 1536.0f : 2688.0f) / float_of_bits(amax_tensor), most);
-    Fp4Scale s = {0, 0, amax_tensor >= 0x7f800000 ? float_of_bits(0x7fffffff) : 1 / e};
-    s.block = e4m3_nearest(float_of_bits(amax) / 6 * e * (largest == 4 ? 1.5f : 1.0f));
-    if (s.block > 0) s.inverse = fminf(1 / (s.tensor * s.block), most);
+static inline BOTH_SIDES Fp4Scale nvfp4_tensor(int32_t rule, uint32_t amax) {
+    const float e = fminf((rule == NVFP4_FOUR_SIX ? 1536.0f : 2688.0f) / float_of_bits(amax), FLT_MAX);
+    const Fp4Scale s = {e, 0, amax >= 0x7f800000 ? float_of_bits(0x7fffffff) : 1 / e};
+    return s;
+}
+
+// s: of the tensor. largest: the e2m1 that the block's largest magnitude becomes, 6 or 4.
+static inline BOTH_SIDES Fp4Scale nvfp4_scale(Fp4Scale s, uint32_t amax, int largest) {
+    s.block = e4m3_nearest(float_of_bits(amax) / 6 * s.inverse * (largest == 4 ? 1.5f : 1.0f));
+    s.inverse = s.block > 0 ? fminf(1 / (s.tensor * s.block), FLT_MAX) : 0;
     return s;
 }
 
