@@ -55,7 +55,7 @@ typedef struct Fp4Work {
 } Fp4Work;
 
 // Rows after the last group are not written. No element is `inexact`, because each block has a scale of its own.
-// Workspace: El words.
+// Workspace: El words, rounded up to a multiple of 4.
 //
 // transform: the values of H S x, for 16 rows of a group at a time. H is the Hadamard matrix of 16 over 4, S a diagonal
 // of fixed random signs. H S is orthogonal, so dy^T x keeps its value if both are transformed. Fewer than 16 rows at
