@@ -120,15 +120,15 @@ static __global__ void __launch_bounds__(THREADS, HIGH > 16 || WIDE > 16 || USE 
 template <int N>
 static void run(Fp4Work w, Ctx* ctx) {
     // A row of the grid for each group. One thread block for statistics, which are rare: equal bits on every run.
-    const int64_t words = round_up(w.groups.El, 4);  // device_zero takes a kernel for whole 16 bytes
-    uint32_t* amax = ctx_workspace<uint32_t>(ctx, words);
+    // Whole 16 bytes of words are set to zero by a kernel and not by a memset, after which no kernel starts early.
+    uint32_t* amax = ctx_workspace<uint32_t>(ctx, round_up(w.groups.El, 4));
     const int64_t all = w.groups.capacity * w.columns, each = w.groups.group_start ? ceil_div(all, w.groups.El) : all;
     const dim3 grid(walking_blocks(ceil_div(each, THREADS * ELEMENTS), ctx), (unsigned)w.groups.El);
     const bool down = w.blocks.wide == 1, tiles = !down && w.blocks.high == N;
     ASSERT(max_i64(w.blocks.high, w.blocks.wide) == N && w.columns % FORMAT_BLOCK == 0 && aligned(w.out, w.x));
     ASSERT(w.columns < 1 << 24 && all / N <= INT32_MAX);
     if constexpr (N == 16) {
-        device_zero(amax, (size_t)words * sizeof(uint32_t), ctx);
+        device_zero(amax, (size_t)round_up(w.groups.El, 4) * sizeof(uint32_t), ctx);
         launch_early(down ? lines_kernel<N, 1, 1, AMAX> : lines_kernel<1, N, 1, AMAX>, grid, THREADS, 0, ctx, w, amax);
     }
     // With a transposed copy, neighbouring lanes take the rows of a tile and write neighbouring elements.

@@ -13,8 +13,8 @@
 //   MXFP4:  value = e2m1(x 2^(127 - s)) 2^(s - 127)
 //
 // The order of the float32 operations is that of fouroversix 1.0.5 (static_6; 4/6: mse). e2m1 saturates at 6. Nearest:
-// ties go to the even code. Stochastic: up with the probability of the distance from the lower neighbour, rounded to an odd
-// multiple of 2^-17, so that the mean is x to 2^-17 of a step. A block (MXFP4) or tensor (NVFP4) with NaN or Inf becomes NaN. Zeros keep their sign. x is read as
+// ties go to the even code. Stochastic: up with the probability of the distance from the lower neighbour, to 2^-17. So
+// the mean is x. A block (MXFP4) or tensor (NVFP4) with NaN or Inf becomes NaN. Zeros keep their sign. x is read as
 // float32. On the GPU the value is rounded to bf16: MXFP4's are exact, NVFP4's have up to six bits times t.
 //
 // A tensor of NVFP4 is one group of rows: the tokens of a micro-batch, an expert's rows, or one matrix of a weight.

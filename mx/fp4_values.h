@@ -35,7 +35,7 @@ static inline BOTH_SIDES float e2m1_offset(uint32_t word) {
     return 0.75f - float_of_bits(0x3f000040 | (word & 0x7fff80));
 }
 
-// The factors of a block: before e2m1, and two after it. Of a tensor: e, 0, t (mx/fp4.h).
+// The factors of a block: before e2m1, and two after it. A tensor has e, 0 and t (mx/fp4.h).
 typedef struct Fp4Scale {
     float inverse, block, tensor;
 } Fp4Scale;
