@@ -119,9 +119,9 @@ static __global__ void __launch_bounds__(THREADS, HIGH > 16 || WIDE > 16 || USE 
 // Finds the largest magnitudes of NVFP4's groups, in the workspace, then launches the kernel for these blocks of N.
 template <int N>
 static void run(Fp4Work w, Ctx* ctx) {
-    // A row of the grid for each group. One thread block for statistics, which are rare: equal bits on every run.
     // Whole 16 bytes of words are set to zero by a kernel and not by a memset, after which no kernel starts early.
     uint32_t* amax = ctx_workspace<uint32_t>(ctx, round_up(w.groups.El, 4));
+    // A row of the grid for each group. One thread block for statistics, which are rare: equal bits on every run.
     const int64_t all = w.groups.capacity * w.columns, each = w.groups.group_start ? ceil_div(all, w.groups.El) : all;
     const dim3 grid(walking_blocks(ceil_div(each, THREADS * ELEMENTS), ctx), (unsigned)w.groups.El);
     const bool down = w.blocks.wide == 1, tiles = !down && w.blocks.high == N;
