@@ -1,5 +1,5 @@
-// Four-bit fake quantization. Bound by memory: a pass reads x once, a line of a block for each thread, and keeps it in
-// registers. Bytes per element:
+// Four-bit fake quantization. A pass reads x once, lines of a block for each thread, and keeps them in registers. Bound
+// by memory along the rows, by instructions in the transform and where numbers are random. Bytes per element:
 //
 //     MXFP4                  4
 //     NVFP4                  6: a pass before finds the largest magnitude of each group
@@ -16,7 +16,7 @@
 #include "mx/fp4_values.h"
 
 // Threads of a block; elements of a thread, if groups are equal.
-enum { THREADS = 256, ELEMENTS = 32, STATS_SUMS = sizeof(QuantizationStats) / sizeof(double) };
+enum { THREADS = 256, ELEMENTS = 64, STATS_SUMS = sizeof(QuantizationStats) / sizeof(double) };
 
 // The use of the lines: AMAX finds the bits of the largest magnitude of each group, in amax (groups), from zeros.
 enum Use { AMAX, VALUES, STATS };

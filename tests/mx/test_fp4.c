@@ -195,12 +195,12 @@ static void test_coins(void) {
     static const double low[] = {0, 0.5, 1, 1.5, 2, 3, 4}, steps[] = {0.5, 0.5, 0.5, 0.5, 1, 1, 2};
     Ctx* ctx = ctx_create(0);
     real *x = room(COUNT), *out = room(COUNT), *want = room(COUNT);
-    const BatchDraws draws = {0x123456789abcull, 640};
+    const BatchDraws draws = {0x123456789abcull, 648};
     const Draw draw = {&draws, 9};
     for (int down = 0; down < 2; down++)
         for (int above = 0; above < 2; above++) {
             for (int i = 0; i < COUNT; i++) {
-                const uint64_t row = (uint64_t)(640 + i / COLUMNS), column = i % COLUMNS;
+                const uint64_t row = (uint64_t)(648 + i / COLUMNS), column = i % COLUMNS;
                 const uint64_t element = down ? column << 40 | row : row << 24 | column;
                 uint32_t word[4];
                 philox(word, draws.key, 9, element / 8);
