@@ -7,8 +7,7 @@
 //
 // Lines along a row come in accesses of 16 bytes. A thread has two lines down neighbouring columns, and an access an
 // element of each, so that a warp reads 64 neighbouring elements. The lines of a tile are in neighbouring lanes, which
-// find its scale by shuffles.
-// The transform is computed in registers, in both passes.
+// find its scale by shuffles. The transform is computed in registers, in both passes.
 //
 // Thread blocks of one grid row walk over a group, because its rows are known on the device alone. The second pass
 // begins with the last group: the end of x is still in the L2 cache.
