@@ -35,7 +35,7 @@ typedef struct QuantizationStats {
 // memory, so that a captured CUDA graph reads new ones.
 typedef struct BatchDraws {
     uint64_t key;   // of the seed and the step
-    int64_t first;  // rows of the step before those of the batch, each batch rounded up to a multiple of 4
+    int64_t first;  // rows of the step before those of the batch, each batch rounded up to a multiple of 8
 } BatchDraws;
 
 // Those of a tensor. batch NULL: it is rounded to nearest.

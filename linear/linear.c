@@ -59,7 +59,7 @@ void linear_plan(Arena* a, GemmWorkspace* workspace, int64_t N, int batches) {
 
 void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx) {
     const Batch it = {
-        {0, round_up(N, row_align(BACKEND))}, (int32_t)N, {workspace->key, workspace->before * round_up(N, 4)}};
+        {0, round_up(N, row_align(BACKEND))}, (int32_t)N, {workspace->key, workspace->before * round_up(N, 8)}};
     if (workspace->batches) device_upload(workspace->batches + batch, &it, sizeof(it), ctx);
 }
 

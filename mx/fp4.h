@@ -13,8 +13,8 @@
 //   MXFP4:  value = e2m1(x 2^(127 - s)) 2^(s - 127)
 //
 // The order of the float32 operations is that of fouroversix 1.0.5 (static_6; 4/6: mse). e2m1 saturates at 6. Nearest:
-// ties go to the even code. Stochastic: up with the probability of the distance from the lower neighbour, so that the
-// mean is x. A block (MXFP4) or tensor (NVFP4) with NaN or Inf becomes NaN. Zeros keep their sign. x is read as
+// ties go to the even code. Stochastic: up with the probability of the distance from the lower neighbour, to 2^-17. So
+// the mean is x. A block (MXFP4) or tensor (NVFP4) with NaN or Inf becomes NaN. Zeros keep their sign. x is read as
 // float32. On the GPU the value is rounded to bf16: MXFP4's are exact, NVFP4's have up to six bits times t.
 //
 // A tensor of NVFP4 is one group of rows: the tokens of a micro-batch, an expert's rows, or one matrix of a weight.
@@ -55,7 +55,7 @@ typedef struct Fp4Work {
 } Fp4Work;
 
 // Rows after the last group are not written. No element is `inexact`, because each block has a scale of its own.
-// Workspace: El words.
+// Workspace: El words, rounded up to a multiple of 4.
 //
 // transform: the values of H S x, for 16 rows of a group at a time. H is the Hadamard matrix of 16 over 4, S a diagonal
 // of fixed random signs. H S is orthogonal, so dy^T x keeps its value if both are transformed. Fewer than 16 rows at

@@ -1,9 +1,11 @@
 // The arithmetic of mx/fp4.h, the same on CPU and GPU. Not for host code.
 //
-// A block comes in lines: one down the column if blocks are one element wide, else its rows. A thread of a kernel has a
-// line in registers: nvcc unrolls short loops with constant bounds, and longer ones where it is told. n: its elements,
-// 16 or 32. Where the group ends within a block, zeros follow, which change nothing.
+// A block comes in lines: one down the column if blocks are one element wide, else its rows. A thread of a kernel has
+// lines in registers: nvcc unrolls short loops with constant bounds, and longer ones where it is told. n: elements of a
+// line, 16 or 32. Where the group ends within a block, zeros follow, which change nothing.
 #pragma once
+
+#include <float.h>
 
 #include "device/random.h"
 #include "mx/fp4.h"
@@ -12,30 +14,33 @@
 
 // x >= 0 to the nearest e4m3, ties to even, at most 448. Below 2^-6 the step is 2^-9, as that of float32 from 2^14 on.
 static inline BOTH_SIDES float e4m3_nearest(float x) {
-    if (x >= 448) return 448;
-    if (x < 0x1p-6f) return (x + 0x1p14f) - 0x1p14f;
     const uint32_t u = bits_of(x);
-    return float_of_bits((u + 0x7ffff + (u >> 20 & 1)) & 0xfff00000u);
+    const float small = (x + 0x1p14f) - 0x1p14f, other = float_of_bits((u + 0x7ffff + (u >> 20 & 1)) & 0xfff00000u);
+    return fminf(x < 0x1p-6f ? small : other, 448);
 }
 
 // x to e2m1. Its neighbours are the multiples of a step that grows with |x|. To nearest, ties to even: float32 has that
-// step from `large` on. Or by a random number: a fraction of t is a multiple of 2^-24 or smaller than one, so the
-// probability is off by less than 2^-24. NaN may become 6 here: its block's scale is NaN.
-static inline BOTH_SIDES float e2m1_rounded(float x, bool random, uint32_t word) {
+// step around `large`. At random: to nearest after an offset of less than half a step. NaN may become 6 here: its
+// block's scale is NaN.
+static inline BOTH_SIDES float e2m1_rounded(float x, bool random, float offset) {
     const float a = fminf(fabsf(x), 6);
-    const uint32_t power = bits_of(fmaxf(a, 1)) & 0xff800000u;  // of 2 steps: 1, 2 or 4
-    const float step = float_of_bits(power) * 0.5f, large = step * 0x1p23f;
-    const float t = a * float_of_bits(0x7f800000u - power), low = floorf(t);  // a / step
-    return copysignf(random ? (low + ((float)(word >> 8) * 0x1p-24f < t - low)) * step : (a + large) - large, x);
+    const float power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);  // of 2 steps: 1, 2 or 4
+    const float large = power * 0x1.8p22f;
+    return copysignf((random ? a + power * offset : a) + large - large, x);
 }
 
-// The factors of a block: before e2m1, and two after it.
+// The offset, in units of two steps, of bits 7 to 22 of a word: 1/4 - r / 2, where r = (bits + 1/2) 2^-16. A number
+// goes up if r is below its distance from the lower neighbour, in steps: with this probability, to 2^-17.
+static inline BOTH_SIDES float e2m1_offset(uint32_t word) {
+    return 0.75f - float_of_bits(0x3f000040 | (word & 0x7fff80));
+}
+
+// The factors of a block: before e2m1, and two after it. A tensor has e, 0 and t (mx/fp4.h).
 typedef struct Fp4Scale {
     float inverse, block, tensor;
 } Fp4Scale;
 
-// From the bits of the largest magnitudes, of the block and of the tensor. largest: the e2m1 that a block's largest
-// magnitude becomes, 6 or 4.
+// From the bits of the largest magnitude.
 static inline BOTH_SIDES Fp4Scale mxfp4_scale(int32_t rule, uint32_t amax) {
     // 1.5 = 6 / 2^2: only a mantissa above it carries into the exponent.
     const int32_t exponent = (int32_t)((amax + (rule == MX_RCEIL ? 0x3fffff : 0)) >> 23) - 2;
@@ -44,17 +49,21 @@ static inline BOTH_SIDES Fp4Scale mxfp4_scale(int32_t rule, uint32_t amax) {
     return s;
 }
 
-static inline BOTH_SIDES Fp4Scale nvfp4_scale(int32_t rule, uint32_t amax, uint32_t amax_tensor, int largest) {
-    const float most = float_of_bits(0x7f7fffff);
-    const float e = fminf((rule == NVFP4_FOUR_SIX ? 1536.0f : 2688.0f) / float_of_bits(amax_tensor), most);
-    Fp4Scale s = {0, 0, amax_tensor >= 0x7f800000 ? float_of_bits(0x7fffffff) : 1 / e};
-    s.block = e4m3_nearest(float_of_bits(amax) / 6 * e * (largest == 4 ? 1.5f : 1.0f));
-    if (s.block > 0) s.inverse = fminf(1 / (s.tensor * s.block), most);
+static inline BOTH_SIDES Fp4Scale nvfp4_tensor(int32_t rule, uint32_t amax) {
+    const float e = fminf((rule == NVFP4_FOUR_SIX ? 1536.0f : 2688.0f) / float_of_bits(amax), FLT_MAX);
+    const Fp4Scale s = {e, 0, amax >= 0x7f800000 ? float_of_bits(0x7fffffff) : 1 / e};
     return s;
 }
 
-static inline BOTH_SIDES float fp4_value(float x, Fp4Scale s, bool random, uint32_t word) {
-    return e2m1_rounded(x * s.inverse, random, word) * s.block * s.tensor;
+// s: of the tensor. largest: the e2m1 that the block's largest magnitude becomes, 6 or 4.
+static inline BOTH_SIDES Fp4Scale nvfp4_scale(Fp4Scale s, uint32_t amax, int largest) {
+    s.block = e4m3_nearest(float_of_bits(amax) / 6 * s.inverse * (largest == 4 ? 1.5f : 1.0f));
+    s.inverse = s.block > 0 ? fminf(1 / (s.tensor * s.block), FLT_MAX) : 0;
+    return s;
+}
+
+static inline BOTH_SIDES float fp4_value(float x, Fp4Scale s, bool random, float offset) {
+    return e2m1_rounded(x * s.inverse, random, offset) * s.block * s.tensor;
 }
 
 // The squared error of a line, to nearest. By fma in double, in order: the same bits on CPU and GPU, and so is the sum
@@ -124,7 +133,7 @@ static inline BOTH_SIDES uint32_t fp4_prepare(float* v, int n, Fp4Line line) {
 }
 
 // The values of a line of group g, in blocks that are `wide`. The random number of an element depends on its column and
-// on the place of its row in the step. Four neighbours along the line share a counter.
+// on the place of its row in the step. Eight neighbours along the line share a counter.
 static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int wide, Fp4Scale s, const Fp4Work* w,
                                          int32_t g, Fp4Line line) {
     const BatchDraws* draws = w->draw.batch;
@@ -134,12 +143,15 @@ static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int 
         return;
     }
     const uint64_t row = (uint64_t)(draws->first + line.row), column = (uint64_t)line.column, key = draws->key;
-    const uint64_t counter = (wide == 1 ? column << 40 | row : row << 24 | column) / 4;
+    const uint64_t counter = (wide == 1 ? column << 40 | row : row << 24 | column) / 8;
     UNROLL
-    for (int k = 0; k < n; k += 4) {
+    for (int k = 0; k < n; k += 8) {
         uint32_t word[4];
-        philox(word, key, w->draw.stream + (uint32_t)g, counter + (uint64_t)k / 4);
-        for (int j = 0; j < 4; j++) out[k + j] = fp4_value(v[k + j], s, true, word[j]);
+        philox(word, key, w->draw.stream + (uint32_t)g, counter + (uint64_t)k / 8);
+        for (int j = 0; j < 8; j++) {
+            const uint32_t u = word[j / 2];  // an odd element has the other 16 bits
+            out[k + j] = fp4_value(v[k + j], s, true, e2m1_offset(j % 2 ? u << 16 | u >> 16 : u));
+        }
     }
 }
 

@@ -23,7 +23,7 @@ static void check_values(const char* what, const X& x) {
 
 // Random numbers of a step on both sides.
 struct Numbers {
-    BatchDraws host = {0x123456789abcull, 3 << 20}, *dev;
+    BatchDraws host = {0x123456789abcull, (3 << 20) + 8}, *dev;
     Numbers() {
         dev = (BatchDraws*)device_alloc(sizeof(BatchDraws), "a test");
         device_upload(dev, &host, sizeof(host), ctx);

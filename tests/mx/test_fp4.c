@@ -2,6 +2,7 @@
 // (scripts/make_fp4_golden.py). Stochastic: unbiased, reproducible, the same in any parts. The Hadamard transform:
 // orthogonal. Groups: each is its own tensor, also empty ones.
 #include "data/safetensors.h"
+#include "device/random.h"
 #include "mx/formats.h"
 #include "mx/fp4.h"
 #include "tests/test.h"
@@ -175,7 +176,7 @@ static void test_unbiased(void) {
                          p = a / step - floor(a / step);
             if (a > 6) continue;
             const double sigma = scale * step * sqrt(p * (1 - p) / TRIES);
-            const double off = fabs(sum[i] - (double)x[i]) - 1e-3;  // probabilities of 24 bits
+            const double off = fabs(sum[i] - (double)x[i]) - scale * step * 0x1p-17;  // probabilities of 16 bits
             worst = fmax(worst, off / (sigma + 1e-9));
             if (sigma > 0.1) all += (sum[i] - (double)x[i]) / sigma / COUNT;
         }
@@ -184,6 +185,36 @@ static void test_unbiased(void) {
         CHECK(fabs(all) < 5 / sqrt(COUNT), "all elements are %g sigma off", all);
         free(x), free(out), free(sum);
     }
+    ctx_destroy(ctx);
+}
+
+// Each element by its number r = (h + 1/2) 2^-16, of the 16 bits h that (key, stream, element) give: it goes up if its
+// distance from the lower neighbour is above r, by 2^-18 of a step. So every r is half a number from a multiple of
+// 2^-16, and their mean is 1/2. A mean over coins would need 1e11 of them to show this half.
+static void test_coins(void) {
+    static const double low[] = {0, 0.5, 1, 1.5, 2, 3, 4}, steps[] = {0.5, 0.5, 0.5, 0.5, 1, 1, 2};
+    Ctx* ctx = ctx_create(0);
+    real *x = room(COUNT), *out = room(COUNT), *want = room(COUNT);
+    const BatchDraws draws = {0x123456789abcull, 648};
+    const Draw draw = {&draws, 9};
+    for (int down = 0; down < 2; down++)
+        for (int above = 0; above < 2; above++) {
+            for (int i = 0; i < COUNT; i++) {
+                const uint64_t row = (uint64_t)(648 + i / COLUMNS), column = i % COLUMNS;
+                const uint64_t element = down ? column << 40 | row : row << 24 | column;
+                uint32_t word[4];
+                philox(word, draws.key, 9, element / 8);
+                const uint32_t w = word[element % 8 / 2], h = (element % 2 ? w << 9 | w >> 23 : w >> 7) & 0xffff;
+                const double r = (h + 0.5) * 0x1p-16 + (above ? 0x1p-18 : -0x1p-18);
+                const int k = i * 7 / 5 % 7, sign = i % 3 ? 1 : -1;
+                x[i] = (real)(sign * (low[k] + r * steps[k])), want[i] = (real)(sign * (low[k] + above * steps[k]));
+                if ((down ? i / COLUMNS : i % COLUMNS) % 32 == 5) x[i] = want[i] = 6;  // the scale is 1
+            }
+            const Fp4Blocks blocks = {MX_RCEIL, down ? 32 : 1, down ? 1 : 32, 0};
+            round_values(out, NULL, x, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
+            check_same(out, want, COUNT, above ? "above r" : "below r");
+        }
+    free(x), free(out), free(want);
     ctx_destroy(ctx);
 }
 
@@ -308,6 +339,7 @@ int main(void) {
     RUN(test_special_values);
     RUN(test_groups);
     RUN(test_unbiased);
+    RUN(test_coins);
     RUN(test_draws);
     RUN(test_hadamard);
     RUN(test_stats);

@@ -37,6 +37,12 @@ static real* tensor(int64_t n, uint32_t seed) { return keep(random_tensor(n, see
 static double* zeros(int64_t n) { return keep(calloc((size_t)n + 1, 8)); }
 static double* copy(const double* x, int64_t n) { return memcpy(zeros(n), x, (size_t)n * 8); }
 
+// Of 16 bits: an even element has bits 7 to 22 of its word, the next one the others, from bit 23 on.
+static double coin_of(const uint32_t word[4], uint64_t element) {
+    const uint64_t twice = word[element % 8 / 2] * ((1ull << 32) + 1);
+    return ((double)(twice >> (element % 2 ? 23 : 7) & 0xffff) + 0.5) * 0x1p-16;
+}
+
 static double e2m1(double x, double coin) {
     static const double list[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
     const double a = fabs(x);
@@ -67,10 +73,10 @@ static void quantize(double* x, int64_t n, int64_t columns, int64_t high, int64_
                     const uint64_t row = (uint64_t)(draws.first + r), column = (uint64_t)c;
                     const uint64_t element = high > 1 ? column << 40 | row : row << 24 | column;
                     uint32_t word[4];
-                    philox(word, draws.key, (uint32_t)(STREAM + (wgrad == 1) * WEIGHT_STREAMS + g), element / 4);
+                    philox(word, draws.key, (uint32_t)(STREAM + (wgrad == 1) * WEIGHT_STREAMS + g), element / 8);
                     double* at = x + r * columns + c;
-                    const float q = (float)e2m1((double)((float)*at * inverse),
-                                                wgrad < 0 ? -1 : (word[element % 4] >> 8) * 0x1p-24);
+                    const float q =
+                        (float)e2m1((double)((float)*at * inverse), wgrad < 0 ? -1 : coin_of(word, element));
                     *at = (double)(nv ? q * b * value : q * value);
                 }
         }
