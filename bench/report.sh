@@ -38,7 +38,7 @@ if [ $build = cuda ]; then
     $bench/peaks >"$folder/output" 2>&1 || failed peaks
     cat "$folder/output"
     matmul=$(awk '$1 == "matmul" { print $2 }' "$folder/output") copy=$(awk '$1 == "copy" { print $2 }' "$folder/output")
-    echo "shares    of a step's time: its FLOPs at the rate of matmul, AdamW's 28 bytes a parameter at the speed of copy"
+    echo "shares    of a step's time: its FLOPs at the rate of matmul, AdamW's 28 bytes a parameter (16b: 20) at the speed of copy"
 fi
 
 # speed NAME OPTIONS...: milliseconds a step and tokens a second, without the first two lines of steps; on a GPU also the
@@ -53,13 +53,14 @@ speed() {
     }
     model=$(sed -n 's/^model .*: \([0-9.e]*\) parameters .* \([0-9.e]*\) FLOPs a token.*/-v parameters=\1 -v flops=\2/p' \
         "$folder/output")
+    case $name in 16b*) bytes=20 ;; *) bytes=28 ;; esac  # 16b has moments in bf16 (layers/adamw.cu)
     median=$(sed -n 's/^step .* \([0-9.]*\) ms *\([0-9]*\) tok\/s.*/\1 \2/p' "$folder/output" | tail -n +3 | sort -n |
-        awk -v matmul="$matmul" -v copy="$copy" $model '{ ms[NR] = $1; tokens[NR] = $2 } END {
+        awk -v matmul="$matmul" -v copy="$copy" -v bytes=$bytes $model '{ ms[NR] = $1; tokens[NR] = $2 } END {
             if (!NR) { print "no steps"; exit }
             i = int((NR + 1) / 2)
             printf "%s ms, %s tokens/s", ms[i], tokens[i]
             if (matmul) printf ", matmul %.1f %%, AdamW %.1f %%", tokens[i] * flops / matmul * 1e-10,
-                28 * parameters / ms[i] / copy * 1e-7
+                bytes * parameters / ms[i] / copy * 1e-7
         }')
     echo "$name: $median; $*"
 }

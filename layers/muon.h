@@ -8,7 +8,7 @@
 //   X = 0.2 sqrt(max(rows, columns)) X
 //   w = w - lr (X + weight_decay w)                              muon_update
 //
-// The experts' last two lines may wait: in every Nth step, with N lr in the place of lr (--muon-expert-steps).
+// For experts the lines after the first may wait for every Nth step, with N lr in the place of lr (--muon-expert-steps).
 //
 // The iteration moves all singular values of X close to 1: those from 0.01 on to 0.68 .. 1.14. A singular value of 0
 // stays 0. An expert without tokens has g = 0: its momentum shrinks by `momentum` per step, and its update keeps its

@@ -143,7 +143,19 @@ void record_recall(const Json* record, bool stage, Settings* s) {
     settings_free(&was);
 }
 
+// An option of another version that this one lacks must have been off.
+static void check_unknown(const Json* record, const char* folder) {
+    for (const Json* o = record->child; o; o = o->next) {
+        bool known = strcmp(o->key, "warmup-steps") == 0 || strcmp(o->key, "updates-before") == 0;
+        for (int i = 0; i < settings_count; i++) known |= strcmp(o->key, settings_table[i].name) == 0;
+        if (!known && o->number != 0)
+            die(EXIT_USAGE, "the run in %s was made with --%s %g, which this version of train_moe does not have",
+                folder, o->key, o->number);
+    }
+}
+
 void record_check(const Json* record, bool stage, const Settings* s) {
+    if (!stage) check_unknown(record, s->out);
     Settings was = recorded(record, stage ? s->init : s->out);
     if (was.tokens_per_step == 0) was.tokens_per_step = settings_micro_tokens(s);
     char* list = host_strdup("");

@@ -124,7 +124,7 @@ const Option settings_table[] = {
            "peak learning rate of Muon; another with --model tiny (docs/model.md)"),
     NUMBER("optimizer", "muon-momentum", muon_momentum, "0.95", 0, 0.999999, FIXED, "momentum of Muon"),
     WHOLE("optimizer", "muon-expert-steps", muon_expert_steps, "1", 1, 1000, FIXED,
-          "every Nth step updates the experts, at N times the rate (docs/model.md)"),
+          "every Nth step updates the experts, at N times the rate; 2 with small, medium"),
     NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED_COMMON,
            "peak learning rate; others with 16b, 236b, 671b (docs/model.md)"),
     NUMBER("optimizer", "warmup", warmup, "0.05", 0, 1e9, FIXED_COMMON,
@@ -210,7 +210,7 @@ const Preset settings_presets[] = {
     {.model = {.L = 12, .C = 1024, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 64, .rope = 32, .v = 64,
                .dense_ffn = 4096, .dense_layers = 1, .E = 64, .K = 6, .shared = 1, .F = 512, .V = 50257,
                .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
-     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .expert_steps = 4, .bf16_moments = false},
+     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .expert_steps = 2, .bf16_moments = false},
     // debug
     {.model = {.L = 6, .C = 256, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
                .dense_ffn = 1024, .dense_layers = 1, .E = 8, .K = 3, .shared = 2, .F = 256, .V = 2048,

@@ -62,6 +62,10 @@ class Graph(Case):
         """A step of four micro-steps: a first, two between, a last."""
         self.check(steps=10, tokens_per_step=512, warmup=2, save_every=5)
 
+    def test_experts_that_wait(self):
+        """The update has two graphs: one with the experts, one in which they wait."""
+        self.check(steps=16, optimizer="muon", muon_expert_steps=3, save_every=8)
+
     def test_recompute(self):
         for recompute in ("moe", "block"):
             with self.subTest(recompute):

@@ -133,6 +133,9 @@ class BadOptions(Case):
         second = {o: [float(x) for x in re.findall(r"AdamW second moments .* ([\d.]+) MiB", planned[o])] for o in planned}
         self.assertTrue(all(0 < b < a for a, b in zip(second["adamw"], second["muon"], strict=True)), second)
         self.assertIn("Muon: workspace", planned["muon"])
+        for N, dense, warned in ((3, 1, True), (2, 1, False), (3, 2, False)):
+            done = self.train(dry_run=True, optimizer="muon", steps=2, muon_expert_steps=N, layers=2, dense_layers=dense)
+            self.assertEqual("--muon-expert-steps 3 is more than --steps 2: the experts never change" in done.stderr, warned)
 
     def test_balance_of_a_trained_model(self):
         """A softmax router without a selection bias resumes without one; existing biases are not dropped."""

@@ -88,6 +88,17 @@ class ResumeOptions(Case):
             self.assertIn("checkpoint step_00000020 is refused: run/step_00000020/manifest.json: it has no options", done.stderr)
             self.assertIn("resumed    from run/step_00000010", done.stdout)
 
+    def test_an_option_of_another_version(self):
+        """A checkpoint that was made with an option which is gone is refused, unless the option was off."""
+        out = self.copy_of(self.reference())
+        for step in checkpoints(out):
+            record = manifest(out / step)
+            write_manifest(out / step, {**record, "options": {**record["options"], "z-loss": 0.01}})
+        self.refused(2, "the run in run was made with --z-loss 0.01, which this version of train_moe does not have", out="run", resume=True, steps=22)
+        for step in checkpoints(out):
+            write_manifest(out / step, {**manifest(out / step), "options": {**record["options"], "z-loss": 0}})
+        self.train(out="run", resume=True, steps=22)
+
     def test_another_optimizer(self):
         """The optimizer changes only by name; state that the old one lacks starts at zero, the rest is kept."""
         for was, now, new in (("adamw", "muon", "momenta"), ("muon", "adamw", "AdamW moments")):
