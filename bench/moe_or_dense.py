@@ -66,6 +66,7 @@ def main():
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--program", default=str(ROOT / "build/cuda/train_moe"))
     parser.add_argument("--model", default="small", help="preset of both models")
+    parser.add_argument("--moe", default="--experts 64 --muon-expert-steps 4", help="what makes the MoE of it")
     parser.add_argument("--dense", default="--dense-layers 8 --dense-ffn 1944", help="what makes the dense model of it")
     parser.add_argument("--tokens", type=float, nargs="+", default=[100e6, 30e6], help="of a run; the first for the rates")
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3, 4e-3], help="peak learning rates of Muon")
@@ -109,7 +110,7 @@ def main():
             command = [sys.executable, str(ROOT / "bench/torch_gpu.py"), *common, *args.dense.split(), "--vocab", str(vocab),
                        "--seed", str(seed), "--muon-lr", str(rate), "--log", str(folder / "log.jsonl")]
         else:
-            command = [args.program, *common, *(args.dense.split() if model == "dense" else []), *more, "--data-seed", "1",
+            command = [args.program, *common, *(args.dense if model == "dense" else args.moe).split(), *more, "--data-seed", "1",
                        "--seed", str(seed), "--muon-lr", str(rate), "--keep", "1", "--out", str(folder), "--resume"]
         gpu = free.get()
         print(f"gpu {gpu}: {' '.join(command)}", file=sys.stderr, flush=True)
