@@ -124,10 +124,10 @@ class BadOptions(Case):
         self.refused(2, "--muon-momentum 1", optimizer="muon", muon_momentum=1)
         self.refused(2, "--muon-momentum -0.1", optimizer="muon", muon_momentum=-0.1)
         self.refused(2, "--optimizer takes one of adamw|muon, not 'sgd'", optimizer="sgd")
-        for model, expected in (("tiny", ("muon", "0.012")), ("small", ("muon", "0.002")), ("debug", ("muon", "0.002")),
-                                ("16b", ("adamw", "0.002"))):
+        for model, expected in (("tiny", ("muon", "0.012", "1")), ("small", ("muon", "0.002", "2")),
+                                ("medium", ("muon", "0.002", "2")), ("debug", ("muon", "0.002", "1")), ("16b", ("adamw", "0.002", "1"))):
             printed = self.call([PROGRAM, "--dry-run", "all", "--model", model, *ANY_GPU]).stdout
-            self.assertEqual(re.search(r" optimizer (\S+)  muon-lr (\S+) ", printed).groups(), expected)
+            self.assertEqual(re.search(r" optimizer (\S+)  muon-lr (\S+) .* muon-expert-steps (\d+) ", printed).groups(), expected)
         planned = {o: self.train(dry_run="all", optimizer=o).stdout for o in ("adamw", "muon")}
         # AdamW has second moments of all parameters; with Muon, of all but the matrices of attention, MLPs and experts.
         second = {o: [float(x) for x in re.findall(r"AdamW second moments .* ([\d.]+) MiB", planned[o])] for o in planned}

@@ -142,6 +142,15 @@ static void gather_gradients(Shown* shown, Model* m, Ranks* group) {
     }
 }
 
+// With --muon-expert-steps 2 the first step changes no expert, not by a bit, and the second one does: this rank's part.
+static void check_waiting(Model* m, const real* before, int step) {
+    const ParamBuffer* p = &m->units[2].buffer[EXPERT_PARAMS];
+    real* now = host_masters(m, p, 0, p->owned);
+    CHECK((memcmp(now, before, (size_t)p->owned * sizeof(real)) == 0) == (step == 0),
+          "shard %s, step %d: the experts have changed, or not", shards[m->settings.shard], step + 1);
+    free(now);
+}
+
 static Shown show(Case c, int steps) {
     Shown shown;
     memset(&shown, 0, sizeof(shown));
@@ -151,8 +160,11 @@ static Shown show(Case c, int steps) {
         Model* m = start(group, c, "");
         shown.choices = SEQUENCES * m->settings.seq_len * m->config.K;
         shown.expert = (int32_t*)host_alloc((size_t)shown.choices * 4);
+        const ParamBuffer* experts = &m->units[2].buffer[EXPERT_PARAMS];
+        real* before = host_masters(m, experts, 0, experts->owned);
         for (int step = 0; step < steps; step++) {
             StepState state = one_step(m, step + 1, step ? NULL : shown.expert);
+            if (m->settings.muon_expert_steps == 2 && step < 2) check_waiting(m, before, step);
             shown.loss[step] = state.loss;
             shown.norm[step] = state.grad_norm;
             for (int k = 0; k < MTP_MAX; k++) shown.further[step] += state.mtp_sum[k];
@@ -160,6 +172,7 @@ static Shown show(Case c, int steps) {
             add_up(group, shown.expert, shown.choices, 0);
             gather_gradients(&shown, m, group);
         }
+        free(before);
         finish(m);
     }
     ranks_barrier(world);
