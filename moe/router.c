@@ -120,7 +120,7 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
     int64_t sequences = ceil_div(s.N, s.T);
     real *dlogits = ctx_workspace(ctx, (s.N + sequences) * s.E), *counts = dlogits + s.N * s.E;
 
-    // count_e of each sequence, for the auxiliary loss.
+    // count_e of each sequence, for the balance loss.
     // It counts the K best scores without the bias, which may differ from the experts that were selected.
     if (aux != 0) {
         for (int64_t i = 0; i < sequences * s.E; i++) counts[i] = 0;

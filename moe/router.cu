@@ -288,7 +288,7 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
     const RouterWorkspace scratch = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s)));
     const int64_t matrix = s.E * s.C;
 
-    // count_e of each sequence, for the auxiliary loss.
+    // count_e of each sequence, for the balance loss.
     float* count = aux != 0 ? scratch.count : NULL;
     if (count) {
         const int64_t sequences = ceil_div(s.N, s.T);

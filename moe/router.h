@@ -14,7 +14,7 @@
 //   gate, dgate    (N, K)
 //
 // Ties go to the lower index. A token with NaN scores still gets K distinct experts. The selection bias changes the
-// selection only: gradients reach x and Wg through the gates and the router's own losses alone (router_backward).
+// selection only: gradients reach x and Wg through the gates and the balance loss alone (router_backward).
 //
 // Load balancing sets the selection bias once a step (moe/balance.h).
 #pragma once
@@ -42,8 +42,8 @@ static inline BOTH_SIDES int experts_in_score(RouterShape s) {
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
                     RouterShape shape, Ctx* ctx);
 
-// dx and dw are +=. aux: weight of the auxiliary loss, DeepSeek-V3's sequence-wise balance loss (equations 17 to 20). 0
-// switches it off.
+// dx and dw are +=. aux: weight of the balance loss, DeepSeek-V3's auxiliary loss of each sequence (equations 17 to
+// 20). 0 switches it off.
 //
 //   aux * sum_sequences sum_e f_e P_e,   f_e = E / (K T) * count_e,   P_e = mean_t s_te / sum_e' s_te'
 //

@@ -5,6 +5,8 @@ static uint32_t block(const Fp4Work* w, int32_t g, int64_t i, const uint32_t* am
     const Fp4Group group = fp4_group(w, g, w->blocks.high, w->blocks.wide);
     const int lines = (int)group.block_lines, n = (int)max_i64(group.high, group.wide);
     const int64_t step = group.wide > 1 ? 1 : group.columns;
+
+    // Its lines, transformed where they are, and their largest magnitude.
     float v[32][32], value[32];
     uint32_t largest = 0;
     for (int l = 0; l < lines; l++) {
@@ -25,6 +27,7 @@ static uint32_t block(const Fp4Work* w, int32_t g, int64_t i, const uint32_t* am
         if (error_4 < error_6) s = four;
     }
 
+    // Its values, also transposed, or their statistics.
     for (int l = 0; l < lines; l++) {
         const Fp4Line line = fp4_line(group, (uint32_t)i * group.block_lines + (uint32_t)l);
         fp4_values(value, v[l], n, group.wide, s, w, g, line);

@@ -138,7 +138,7 @@ class Build(unittest.TestCase):
             self.assertRegex(text, rf"(?m)^{name} +none: .*\n +Debian: apt install .*-c conda-forge {package}; .*module load {package}$")
 
     def test_report(self):
-        """bench/report.sh on a GPU, with a stub of the program: medians and shares, 16b with the layers that fit, kernels, tests.
+        """bench/report.sh on a GPU, with a script in the place of the program: medians and shares, 16b with the layers that fit, kernels, tests.
 
         The step of 4 ms: 700 tokens/s x 40e9 FLOPs of 100e12, and 28 x 100e6 bytes at 2e12 a second, 1.4 ms; 16b 20."""
         program = """#!/bin/sh
