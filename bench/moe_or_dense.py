@@ -11,9 +11,10 @@ schedule. --gpus runs that many at a time. A finished run is not repeated.
 
 The table has the validation loss at the end, and the seconds of all steps without validations. Its last columns have the
 tokens and the seconds that MoE needs to the dense model's final loss. They are interpolated over the logarithm of tokens
-between the ends of MoE's own runs, so that each point has a whole schedule of the learning rate. The picture
-OUT/moe_or_dense.svg has the validation loss over seconds of the longest runs. Options after `--` go to both models of
-this program.
+between the ends of MoE's own runs, so that each point has a whole schedule of the learning rate. One more MoE run has as
+many tokens as this gives for the longest dense run: it should end at the same loss. The picture OUT/moe_or_dense.svg has
+the validation loss over seconds of that run, of the longest dense run and of PyTorch's. Options after `--` go to both
+models of this program.
 """
 import argparse
 import concurrent.futures
@@ -137,32 +138,40 @@ def main():
     for model, tokens, rate, seed in jobs:
         runs.setdefault((model, tokens), []).append(Run(folder_of(model, tokens, rate, seed)))
 
+    # A MoE run that should end where the longest dense run does.
+    def needed(tokens):
+        return tokens_to(mean("dense", tokens), {t: mean("MoE", t) for model, t in runs if model == "MoE"})
+
+    def mean(*key, place=1):  # of the ends of runs: 0 seconds, 1 loss
+        return statistics.fmean(run.points[-1][place] for run in runs[key])
+
+    same = needed(longest)
+    if same:
+        train(("MoE", same, best["MoE"], 1))
+        runs["MoE", same] = [Run(folder_of("MoE", same, best["MoE"], 1))]
+
     # The table.
     for model in MODELS:
         print(f"{model}, {args.tokens[0] / 1e6:g}M tokens, Muon's rate: " + ", ".join(f"{rate:g}: {loss(model, rate):.4f}" for rate in args.rates))
     print("\n| model | tokens | validation loss | seconds | MoE to dense's loss: tokens | seconds | of dense's seconds |\n"
           "|---|---|---|---|---|---|---|")
-    mean = {key: statistics.fmean(run.points[-1][1] for run in of_key) for key, of_key in runs.items()}
-    seconds = {key: statistics.fmean(run.points[-1][0] for run in of_key) for key, of_key in runs.items()}
-    shares = {}
     for key in sorted(runs, key=lambda key: (key[1], key[0])):
         model, tokens = key
-        cells = [model, f"{tokens / 1e6:g}M", ", ".join(f"{run.points[-1][1]:.4f}" for run in runs[key]),
+        cells = [model, f"{tokens / 1e6:.4g}M", ", ".join(f"{run.points[-1][1]:.4f}" for run in runs[key]),
                  ", ".join(f"{run.points[-1][0]:.1f}" for run in runs[key]), "", "", ""]
-        needed = tokens_to(mean[key], {t: mean["MoE", t] for t in seeds}) if model == "dense" else None
-        if needed:
-            took = needed / tokens * seconds["MoE", tokens]
-            shares[tokens] = took / seconds[key]
-            cells[4:] = f"{needed / 1e6:.1f}M", f"{took:.1f}", f"{shares[tokens]:.2f}"
+        if model == "dense" and needed(tokens):
+            took = needed(tokens) / tokens * mean("MoE", tokens, place=0)
+            cells[4:] = f"{needed(tokens) / 1e6:.1f}M", f"{took:.1f}", f"{took / mean(*key, place=0):.2f}"
         print(f"| {' | '.join(cells)} |")
 
     # The picture, without the first fifth of each curve.
-    names = [model for model in (*MODELS, TORCH) if (model, longest) in runs]
-    lines = [runs[model, longest][0].points for model in names]
-    verdict = f": MoE takes {shares[longest]:.2f} of dense's time" if longest in shares else ""
+    shown = {"MoE": ("MoE", same or longest), "dense": ("dense", longest), TORCH: (TORCH, longest)}
+    names = [name for name, key in shown.items() if key in runs]
+    lines = [runs[shown[name]][0].points for name in names]
     panel = Panel("validation loss, nats a token", [Curve([], line, line) for line in lines],
                   shown=[loss for line in lines for _, loss in line[len(line) // 5:]])
-    picture = draw_svg([panel], names, "seconds of training on one GPU", f"{longest / 1e6:g}M tokens{verdict}")
+    title = "; ".join(f"{name}: {line[-1][1]:.3f} nats after {line[-1][0]:.0f} s" for name, line in zip(names, lines))
+    picture = draw_svg([panel], names, "seconds of training on one GPU", title)
     (out / "moe_or_dense.svg").write_text(picture, encoding="utf-8")
 
 
