@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "device/check.h"
 #include "device/files.h"
@@ -117,7 +118,9 @@ static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
 static int load_step(Model* m, Ranks* world, const char* out, int64_t step, const Json* manifest, char* error,
                      size_t error_size) {
     int count;
-    const int64_t optimizer = record_optimizer(json_get(manifest, "options"));
+    // A record that names no optimizer is one of AdamW.
+    const char* name = json_text(json_get(manifest, "options"), "optimizer");
+    const int64_t optimizer = name && strcmp(name, "muon") == 0 ? MUON : ADAMW;
     CheckpointFile* files = model_files(m, optimizer, &count);
     const int result = checkpoint_load(world, out, step, manifest, files, count, m->ctx, error, error_size);
     model_files_free(files, count);

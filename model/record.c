@@ -96,11 +96,6 @@ static char* recorded_text(const Option* o, const Json* value) {
     return o->type == OPTION_FLOAT ? host_format("%.17g", value->number) : host_format("%ld", value->integer);
 }
 
-int64_t record_optimizer(const Json* record) {
-    const char* name = json_text(record, "optimizer");
-    return name && strcmp(name, "muon") == 0 ? MUON : ADAMW;
-}
-
 // The options that the run in `folder` was made with.
 static Settings recorded(const Json* record, const char* folder) {
     // Values of the record over the defaults.
