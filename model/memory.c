@@ -95,10 +95,10 @@ static char* changed_options(const Settings* s, const Settings* was) {
     return list;
 }
 
-// Looks for the cheapest change of the settings that fits, from this batch on. A level of --recompute and half of the
+// Looks for the cheapest change of the settings that fits. A level of --recompute and half of the
 // batch count as one change each. The fastest of equally many is taken, with any --shard and with any --ep within a
 // host of 8 GPUs. The last resort is --moments bf16, because it is for all of a run.
-static bool find_fitting(Settings* found, const Settings* s, int64_t batch, int rank, size_t available, Backend build) {
+static bool find_fitting(Settings* found, const Settings* s, int rank, size_t available, Backend build) {
     const int64_t last_shard = max_i64(s->shard, s->ranks > 1 ? SHARD_WEIGHTS : 0),
                   last_moments = is_new_run(s) || s->moments;
     Settings o = *s;
@@ -107,7 +107,7 @@ static bool find_fitting(Settings* found, const Settings* s, int64_t batch, int 
         for (int64_t changes = 0; changes < 64 && best == INFINITY; changes++)
             for (o.recompute = s->recompute; o.recompute <= RECOMPUTE_BLOCK; o.recompute++) {
                 const int64_t halves = changes - (o.recompute - s->recompute);
-                o.batch = halves < 0 ? 0 : batch >> halves;
+                o.batch = halves < 0 ? 0 : s->batch >> halves;
                 if (!o.batch || o.tokens_per_step % settings_micro_tokens(&o)) continue;
                 for (o.ep = s->ep; o.ep == s->ep || o.ep <= 8; o.ep *= 2)
                     for (o.shard = s->shard; o.shard <= last_shard; o.shard++) {
@@ -123,9 +123,7 @@ static bool find_fitting(Settings* found, const Settings* s, int64_t batch, int 
 // Options that would fit, or that none does, in fresh memory.
 static char* what_fits(const Settings* s, int rank, size_t available, Backend build) {
     Settings found;
-    // More than one sequence needs more memory than one.
-    if (!find_fitting(&found, s, 1, rank, available, build) ||
-        !find_fitting(&found, s, s->batch, rank, available, build))
+    if (!find_fitting(&found, s, rank, available, build))
         return host_format("no --ep, --shard, --recompute or --batch fits: use a smaller model, %s, or more ranks",
                            *s->sample ? "--sample-tokens, --seq-len" : "--seq-len");
     char *options = changed_options(&found, s), *text = host_format("it fits with %s", options);
