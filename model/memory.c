@@ -80,24 +80,9 @@ static size_t memory_needed(const Settings* s, int rank, Backend build, double* 
 // A run to come: not one that goes on, not the use of a model.
 static bool is_new_run(const Settings* s) { return !s->resume && !*s->sample && !*s->evaluate; }
 
-// The options in which `s` differs from `was`, as they are given, in fresh memory. Without --tokens-per-step another
-// --batch would change the tokens of a step.
-static char* changed_options(const Settings* s, const Settings* was) {
-    char* list = host_strdup("");
-    for (int i = 0; i < settings_count; i++) {
-        const Option* o = &settings_table[i];
-        const bool follows = o->offset == offsetof(Settings, tokens_per_step) && s->batch != was->batch;
-        if (option_same(o, s, was) && !(follows && !s->given[i] && is_new_run(s))) continue;
-        char* now = option_text(o, s);
-        host_append(&list, "%s--%s %s", *list ? " " : "", o->name, now);
-        free(now);
-    }
-    return list;
-}
-
-// Looks for the cheapest change of the settings that fits. A level of --recompute and half of the
-// batch count as one change each. The fastest of equally many is taken, with any --shard and with any --ep within a
-// host of 8 GPUs. The last resort is --moments bf16, because it is for all of a run.
+// Looks for the cheapest change of the settings that fits. A level of --recompute and half of the batch count as one
+// change each. The fastest of equally many is taken, with any --shard and with any --ep within a host of 8 GPUs. The
+// last resort is --moments bf16, because it is for all of a run.
 static bool find_fitting(Settings* found, const Settings* s, int rank, size_t available, Backend build) {
     const int64_t last_shard = max_i64(s->shard, s->ranks > 1 ? SHARD_WEIGHTS : 0),
                   last_moments = is_new_run(s) || s->moments;
@@ -120,14 +105,22 @@ static bool find_fitting(Settings* found, const Settings* s, int rank, size_t av
     return best < INFINITY;
 }
 
-// Options that would fit, or that none does, in fresh memory.
+// Options that would fit, as they are given, or that none does, in fresh memory. Without --tokens-per-step another
+// --batch would change the tokens of a step.
 static char* what_fits(const Settings* s, int rank, size_t available, Backend build) {
     Settings found;
     if (!find_fitting(&found, s, rank, available, build))
         return host_format("no --ep, --shard, --recompute or --batch fits: use a smaller model, %s, or more ranks",
                            *s->sample ? "--sample-tokens, --seq-len" : "--seq-len");
-    char *options = changed_options(&found, s), *text = host_format("it fits with %s", options);
-    free(options);
+    char* text = host_strdup("it fits with");
+    for (int i = 0; i < settings_count; i++) {
+        const Option* o = &settings_table[i];
+        const bool follows = o->offset == offsetof(Settings, tokens_per_step) && found.batch != s->batch;
+        if (option_same(o, &found, s) && !(follows && !s->given[i] && is_new_run(s))) continue;
+        char* value = option_text(o, &found);
+        host_append(&text, " --%s %s", o->name, value);
+        free(value);
+    }
     return text;
 }
 
