@@ -13,6 +13,8 @@
 #include "parallel/checkpoint.h"
 #include "parallel/ranks.h"
 
+static double gib(size_t bytes) { return (double)bytes / 0x1p30; }
+
 // A line of the table.
 static void report_line(const char* name, size_t bytes) {
     printf("  %-48s %12.3f MiB\n", name, (double)bytes / 0x1p20);
@@ -129,8 +131,7 @@ static NORETURN void does_not_fit(const Settings* s, Backend build, size_t neede
                                   const char* proposal) {
     die(EXIT_FAILED,
         "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run all lists all), %.2f GiB are %s; %s",
-        (double)needed / 0x1p30, (double)memory_estimated(s, build) / 0x1p30, (double)available / 0x1p30, left,
-        proposal);
+        gib(needed), gib(memory_estimated(s, build)), gib(available), left, proposal);
 }
 
 // Bytes of the tensors of a checkpoint: weights, and two moments, or Muon's momentum.
@@ -160,7 +161,7 @@ static void report_items(const Model* m, Backend build) {
     report_line(build == BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)", model_workspace(m));
     if (build == BACKEND_CUDA) report_line("CUDA context and libraries (estimated)", CUDA_CONTEXT + CUDA_LIBRARIES);
     if (build == BACKEND_CUDA && ranks > 1) report_line("NCCL connections (estimated)", nccl_memory(ranks));
-    printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, (double)total / 0x1p30);
+    printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, gib(total));
 }
 
 // The predicted time of a step, and the share of each class of kernels.
@@ -193,13 +194,9 @@ void memory_report(const Settings* s, int running) {
     char* proposal = available && needed > available ? what_fits(s, 0, available, build) : NULL;
 
     // The answer.
-    printf("memory     %s%.2f GiB a rank in the %s build",
-           !available ? ""
-           : proposal ? "does not fit: "
-                      : "fits: ",
-           (double)(needed + context) / 0x1p30, names[build]);
-    if (available)
-        printf(", %.2f GiB %s", (double)(given ? given : available + context) / 0x1p30, given ? "on the GPU" : "free");
+    const char* answer = !available ? "" : proposal ? "does not fit: " : "fits: ";
+    printf("memory     %s%.2f GiB a rank in the %s build", answer, gib(needed + context), names[build]);
+    if (available) printf(", %.2f GiB %s", gib(given ? given : available + context), given ? "on the GPU" : "free");
     printf("\n");
     if (proposal) printf("           %s\n", proposal);
 
