@@ -154,7 +154,7 @@ void record_check(const Json* record, bool stage, const Settings* s) {
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         // Options that may change are skipped, and Muon's if the optimizer has changed.
-        if (option_same(o, s, &was) || (o->scope != OPTION_KEPT && (stage || o->scope != OPTION_FIXED))) continue;
+        if (option_same(o, s, &was) || o->scope < (stage ? OPTION_KEPT : OPTION_FIXED)) continue;
         if (s->optimizer != was.optimizer && strncmp(o->name, "muon-", 5) == 0) continue;
         char *now = option_text(o, s), *then = option_text(o, &was);
         const char* lacks = json_get(record, o->name) ? "" : " (its checkpoint does not name this option)";
