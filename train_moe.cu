@@ -307,11 +307,9 @@ static void open_data(Run* r) {
     r->train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r->world, "--train", shards_sample(r->train));
     r->tokenizer = sample_tokenizer(s, r->train);
-    for (int k = 1; k < shards_mixture(r->train)->count; k++) {
-        char* beside = shards_tokenizer(shards_mixture(r->train)->sets[k].pattern, "_train_");
-        if (beside) evaluate_tokenizer("--train", beside, s, r->tokenizer);
-        free(beside);
-    }
+    const Mixture* mixture = shards_mixture(r->train);
+    for (int k = 1; k < mixture->count; k++)
+        evaluate_tokenizer("--train", shards_tokenizer(mixture->sets[k].pattern, "_train_").text, s, r->tokenizer);
     r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
     sample_check(s, r->tokenizer);
     r->val = evaluate_shards(r->world, s, r->tokenizer, r->train);

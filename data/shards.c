@@ -146,31 +146,31 @@ void shards_close(Shards* shards) {
     free(shards);
 }
 
-char* shards_tokenizer(const char* text, const char* mark) {
+Path shards_tokenizer(const char* text, const char* mark) {
+    const Path none = {""};
     // The name of the first match up to `mark` is the name of the data set.
     glob_t found;
     Mixture mixture = mixture_parse("--train", text);
     const int rc = glob(mixture.sets[0].pattern, 0, NULL, &found);
     mixture_free(&mixture);
-    if (rc != 0) return NULL;
+    if (rc != 0) return none;
     const char *path = found.gl_pathv[0], *end = strstr(basename(path), mark);
-    char* tokenizer = end ? host_format("%.*s_tokenizer.bin", (int)(end - path), path) : NULL;
+    Path tokenizer = end ? path_of("%.*s_tokenizer.bin", (int)(end - path), path) : none;
     globfree(&found);
-    if (!tokenizer || access(tokenizer, F_OK) == 0) return tokenizer;
+    if (!*tokenizer.text || access(tokenizer.text, F_OK) == 0) return tokenizer;
 
     // scripts/prepare_text.py puts the table in place last, so other files of the tokenizer show that the set is not
     // whole. Shards of other programs have none of them.
     static const char* const traces[] = {"json", "bin.tmp"};
     for (int i = 0; i < 2; i++) {
-        Path trace = path_of("%.*s%s", (int)(strlen(tokenizer) - strlen("bin")), tokenizer, traces[i]);
+        Path trace = path_of("%.*s%s", (int)(strlen(tokenizer.text) - strlen("bin")), tokenizer.text, traces[i]);
         if (access(trace.text, F_OK) == 0)
             die(EXIT_FAILED,
                 "%s is there, but not %s, which scripts/prepare_text.py writes last: the shards may be incomplete. "
                 "Copy or prepare them again, or name the tokenizer by --tokenizer",
-                trace.text, tokenizer);
+                trace.text, tokenizer.text);
     }
-    free(tokenizer);
-    return NULL;
+    return none;
 }
 
 int64_t shards_windows(const Shards* shards) { return shards->windows; }

@@ -19,6 +19,7 @@
 #pragma once
 
 #include "data/mixture.h"
+#include "device/files.h"
 
 typedef struct Shards Shards;
 
@@ -29,10 +30,10 @@ typedef struct Shards Shards;
 Shards* shards_open(const char* option, const char* text, int64_t T);
 void shards_close(Shards* shards);
 
-// The path of the tokenizer file that belongs to the first shard of `text`, in fresh memory. With mark "_train_",
-// text_train_000000.bin has text_tokenizer.bin in the same folder. NULL: no such file, or a shard of another name.
-// Ends the run where other files of that tokenizer show that the set is not whole.
-char* shards_tokenizer(const char* text, const char* mark);
+// The tokenizer file that belongs to the first shard of `text`. With mark "_train_", text_train_000000.bin has
+// text_tokenizer.bin in the same folder. Empty: no such file, or a shard of another name. Ends the run where other
+// files of that tokenizer show that the set is not whole.
+Path shards_tokenizer(const char* text, const char* mark);
 
 int64_t shards_windows(const Shards* shards);
 int64_t shards_tokens(const Shards* shards);

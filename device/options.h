@@ -18,12 +18,13 @@ typedef enum {
     OPTION_FLAG     // int64_t: 0 or 1, takes no value
 } OptionType;
 
-// The rule for an option when a run is resumed, or when a stage begins with its moments (--init-moments).
+// The rule for an option when a run is resumed, or when a stage begins with its moments (--init-moments). Each is
+// stricter than the one before.
 typedef enum {
+    OPTION_ONCE,   // for a single start: the old value is never used
     OPTION_FREE,   // may change; the default is the value of the run
     OPTION_FIXED,  // defines the run: must have the same value; a new stage may have another
-    OPTION_KEPT,   // defines weights or moments: must have the same value, also in a new stage
-    OPTION_ONCE    // for a single start: the old value is never used
+    OPTION_KEPT    // defines weights or moments: must have the same value, also in a new stage
 } OptionScope;
 
 typedef struct Option {

@@ -13,6 +13,8 @@
 #include "parallel/checkpoint.h"
 #include "parallel/ranks.h"
 
+static double gib(size_t bytes) { return (double)bytes / 0x1p30; }
+
 // A line of the table.
 static void report_line(const char* name, size_t bytes) {
     printf("  %-48s %12.3f MiB\n", name, (double)bytes / 0x1p20);
@@ -80,25 +82,10 @@ static size_t memory_needed(const Settings* s, int rank, Backend build, double* 
 // A run to come: not one that goes on, not the use of a model.
 static bool is_new_run(const Settings* s) { return !s->resume && !*s->sample && !*s->evaluate; }
 
-// The options in which `s` differs from `was`, as they are given, in fresh memory. Without --tokens-per-step another
-// --batch would change the tokens of a step.
-static char* changed_options(const Settings* s, const Settings* was) {
-    char* list = host_strdup("");
-    for (int i = 0; i < settings_count; i++) {
-        const Option* o = &settings_table[i];
-        const bool follows = o->offset == offsetof(Settings, tokens_per_step) && s->batch != was->batch;
-        if (option_same(o, s, was) && !(follows && !s->given[i] && is_new_run(s))) continue;
-        char* now = option_text(o, s);
-        host_append(&list, "%s--%s %s", *list ? " " : "", o->name, now);
-        free(now);
-    }
-    return list;
-}
-
-// Looks for the cheapest change of the settings that fits, from this batch on. A level of --recompute and half of the
-// batch count as one change each. The fastest of equally many is taken, with any --shard and with any --ep within a
-// host of 8 GPUs. The last resort is --moments bf16, because it is for all of a run.
-static bool find_fitting(Settings* found, const Settings* s, int64_t batch, int rank, size_t available, Backend build) {
+// Looks for the cheapest change of the settings that fits. A level of --recompute and half of the batch count as one
+// change each. The fastest of equally many is taken, with any --shard and with any --ep within a host of 8 GPUs. The
+// last resort is --moments bf16, because it is for all of a run.
+static bool find_fitting(Settings* found, const Settings* s, int rank, size_t available, Backend build) {
     const int64_t last_shard = max_i64(s->shard, s->ranks > 1 ? SHARD_WEIGHTS : 0),
                   last_moments = is_new_run(s) || s->moments;
     Settings o = *s;
@@ -107,7 +94,7 @@ static bool find_fitting(Settings* found, const Settings* s, int64_t batch, int 
         for (int64_t changes = 0; changes < 64 && best == INFINITY; changes++)
             for (o.recompute = s->recompute; o.recompute <= RECOMPUTE_BLOCK; o.recompute++) {
                 const int64_t halves = changes - (o.recompute - s->recompute);
-                o.batch = halves < 0 ? 0 : batch >> halves;
+                o.batch = halves < 0 ? 0 : s->batch >> halves;
                 if (!o.batch || o.tokens_per_step % settings_micro_tokens(&o)) continue;
                 for (o.ep = s->ep; o.ep == s->ep || o.ep <= 8; o.ep *= 2)
                     for (o.shard = s->shard; o.shard <= last_shard; o.shard++) {
@@ -120,16 +107,22 @@ static bool find_fitting(Settings* found, const Settings* s, int64_t batch, int 
     return best < INFINITY;
 }
 
-// Options that would fit, or that none does, in fresh memory.
+// Options that would fit, as they are given, or that none does, in fresh memory. Without --tokens-per-step another
+// --batch would change the tokens of a step.
 static char* what_fits(const Settings* s, int rank, size_t available, Backend build) {
     Settings found;
-    // More than one sequence needs more memory than one.
-    if (!find_fitting(&found, s, 1, rank, available, build) ||
-        !find_fitting(&found, s, s->batch, rank, available, build))
+    if (!find_fitting(&found, s, rank, available, build))
         return host_format("no --ep, --shard, --recompute or --batch fits: use a smaller model, %s, or more ranks",
                            *s->sample ? "--sample-tokens, --seq-len" : "--seq-len");
-    char *options = changed_options(&found, s), *text = host_format("it fits with %s", options);
-    free(options);
+    char* text = host_strdup("it fits with");
+    for (int i = 0; i < settings_count; i++) {
+        const Option* o = &settings_table[i];
+        const bool follows = o->offset == offsetof(Settings, tokens_per_step) && found.batch != s->batch;
+        if (option_same(o, &found, s) && !(follows && !s->given[i] && is_new_run(s))) continue;
+        char* value = option_text(o, &found);
+        host_append(&text, " --%s %s", o->name, value);
+        free(value);
+    }
     return text;
 }
 
@@ -138,8 +131,7 @@ static NORETURN void does_not_fit(const Settings* s, Backend build, size_t neede
                                   const char* proposal) {
     die(EXIT_FAILED,
         "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run all lists all), %.2f GiB are %s; %s",
-        (double)needed / 0x1p30, (double)memory_estimated(s, build) / 0x1p30, (double)available / 0x1p30, left,
-        proposal);
+        gib(needed), gib(memory_estimated(s, build)), gib(available), left, proposal);
 }
 
 // Bytes of the tensors of a checkpoint: weights, and two moments, or Muon's momentum.
@@ -169,7 +161,7 @@ static void report_items(const Model* m, Backend build) {
     report_line(build == BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)", model_workspace(m));
     if (build == BACKEND_CUDA) report_line("CUDA context and libraries (estimated)", CUDA_CONTEXT + CUDA_LIBRARIES);
     if (build == BACKEND_CUDA && ranks > 1) report_line("NCCL connections (estimated)", nccl_memory(ranks));
-    printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, (double)total / 0x1p30);
+    printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, gib(total));
 }
 
 // The predicted time of a step, and the share of each class of kernels.
@@ -202,13 +194,9 @@ void memory_report(const Settings* s, int running) {
     char* proposal = available && needed > available ? what_fits(s, 0, available, build) : NULL;
 
     // The answer.
-    printf("memory     %s%.2f GiB a rank in the %s build",
-           !available ? ""
-           : proposal ? "does not fit: "
-                      : "fits: ",
-           (double)(needed + context) / 0x1p30, names[build]);
-    if (available)
-        printf(", %.2f GiB %s", (double)(given ? given : available + context) / 0x1p30, given ? "on the GPU" : "free");
+    const char* answer = !available ? "" : proposal ? "does not fit: " : "fits: ";
+    printf("memory     %s%.2f GiB a rank in the %s build", answer, gib(needed + context), names[build]);
+    if (available) printf(", %.2f GiB %s", gib(given ? given : available + context), given ? "on the GPU" : "free");
     printf("\n");
     if (proposal) printf("           %s\n", proposal);
 

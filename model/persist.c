@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "device/check.h"
 #include "device/files.h"
@@ -94,10 +95,11 @@ void model_save(Model* m, Saver* saver, int64_t step, uint32_t data_hash, const 
 }
 
 // Options and data must be the same as in the run that saved.
-static void check_record(const Model* m, const Json* manifest, const CheckpointRecord* record, uint32_t data_hash) {
+static void check_record(const Model* m, const Json* manifest, uint32_t data_hash) {
     record_check(json_get(manifest, "options"), false, &m->settings);
-    if (record->data_hash != (int64_t)data_hash)
-        die(EXIT_USAGE, "--train names other shards than the run in %s was made with (names, sizes, headers or weights differ)",
+    if (json_int(manifest, "data_hash", -1) != (int64_t)data_hash)
+        die(EXIT_USAGE,
+            "--train names other shards than the run in %s was made with (names, sizes, headers or weights differ)",
             m->settings.out);
 }
 
@@ -113,15 +115,17 @@ static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
 }
 
 // Loads a checkpoint, if it is good. 0, or -1 as checkpoint_load does.
-static int load_step(Model* m, Ranks* world, const char* out, int64_t step, const Json* manifest,
-                     const CheckpointRecord* record, char* error, size_t error_size) {
+static int load_step(Model* m, Ranks* world, const char* out, int64_t step, const Json* manifest, char* error,
+                     size_t error_size) {
     int count;
-    const int64_t optimizer = record_optimizer(json_get(manifest, "options"));
+    // A record that names no optimizer is one of AdamW.
+    const char* name = json_text(json_get(manifest, "options"), "optimizer");
+    const int64_t optimizer = name && strcmp(name, "muon") == 0 ? MUON : ADAMW;
     CheckpointFile* files = model_files(m, optimizer, &count);
     const int result = checkpoint_load(world, out, step, manifest, files, count, m->ctx, error, error_size);
     model_files_free(files, count);
     if (result != 0) return result;
-    StepState state = {.updates = record->updates};
+    StepState state = {.updates = json_int(manifest, "updates", -1)};
     device_upload(m->step.state, &state, sizeof(state), m->ctx);
     weights_changed(m->sharding, m->ctx);
     if (optimizer != m->settings.optimizer)
@@ -132,10 +136,9 @@ static int load_step(Model* m, Ranks* world, const char* out, int64_t step, cons
 
 void model_stage(Model* m, Ranks* world) {
     char error[512];
-    CheckpointRecord record;
     Path run;
-    Json* manifest = checkpoint_manifest_in(m->settings.init, &run, &record, error, sizeof(error));
-    if (load_step(m, world, run.text, record.step, manifest, &record, error, sizeof(error)) != 0)
+    Json* manifest = checkpoint_manifest_in(m->settings.init, &run, error, sizeof(error));
+    if (load_step(m, world, run.text, json_int(manifest, "step", -1), manifest, error, sizeof(error)) != 0)
         die(EXIT_FAILED, "--init %s: %s", m->settings.init, error);
     json_free(manifest);
 }
@@ -148,21 +151,21 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
 
     // From the newest on, until one is good.
     for (int i = 0; i < count && resumed == 0; i++) {
-        CheckpointRecord record;
-        Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
-        if (manifest) check_record(m, manifest, &record, data_hash);
+        Json* manifest = checkpoint_manifest(out, steps[i], error, sizeof(error));
+        if (manifest) check_record(m, manifest, data_hash);
 
         // The position in the data must be that of the step.
-        if (manifest && record.window != window_after(m, steps[i])) {
+        const int64_t window = json_int(manifest, "window", -1);
+        if (manifest && window != window_after(m, steps[i])) {
             snprintf(error, sizeof(error), "%s/step_%08ld/manifest.json: its window is %ld, that of the step is %ld",
-                     out, steps[i], record.window, window_after(m, steps[i]));
+                     out, steps[i], window, window_after(m, steps[i]));
             json_free(manifest);
             manifest = NULL;
         }
 
         // Loaded, or refused.
-        if (load_step(m, world, out, steps[i], manifest, &record, error, sizeof(error)) == 0) {
-            resumed = record.step;
+        if (load_step(m, world, out, steps[i], manifest, error, sizeof(error)) == 0) {
+            resumed = steps[i];
         } else {
             // A link would have to be replaced when the run comes to this step.
             Path path = path_of("%s/step_%08ld", out, steps[i]);

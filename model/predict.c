@@ -53,10 +53,8 @@ static void add_param(double t[TIMES], const Model* m, const Unit* u, const Para
         const double bf16 = routed ? GROUPED : DENSE, wgrad = s->wgrad_precision ? PACKED : bf16;
         const double rate = packed ? 3 / (2 / PACKED + 1 / wgrad) : bf16;
         const double passes = micro * (3 + again) * (p->id == LM_HEAD ? 1 + (double)m->config.mtp : 1);
-        t[routed             ? T_GROUPED
-          : p->id == LM_HEAD ? T_HEAD
-                             : T_DENSE] +=
-            passes * (2 * N * rows * columns / rate + (routed ? GROUPED_START : DENSE_START));
+        const TimeClass kernels = routed ? T_GROUPED : p->id == LM_HEAD ? T_HEAD : T_DENSE;
+        t[kernels] += passes * (2 * N * rows * columns / rate + (routed ? GROUPED_START : DENSE_START));
         // x and dy are quantized along rows and along columns: each time 2 bytes in, 1 out.
         if (packed) t[T_MEMORY] += micro * 6 * N * (rows + columns) / MEMORY;
     }

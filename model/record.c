@@ -47,19 +47,18 @@ char* record_line(const Settings* s, const char* build, const char* device) {
 static int64_t newest_good(const char* out) {
     // A folder that is not there is one without checkpoints; whether it can be made is seen later.
     if (access(path_of("%s/.", out).text, F_OK) != 0) return -1;
-    CheckpointRecord record;
     char error[512];
     int count;
     int64_t *steps = checkpoint_list(out, &count), good = -1;
     for (int i = 0; i < count && good < 0; i++) {
-        Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
+        Json* manifest = checkpoint_manifest(out, steps[i], error, sizeof(error));
         if (manifest) good = steps[i];
         json_free(manifest);
     }
 
     // All are bad: each is named. (Where one is good, those before it are when the run resumes from it.)
     for (int i = 0; i < count && good < 0; i++) {
-        checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
+        checkpoint_manifest(out, steps[i], error, sizeof(error));
         warn("checkpoint step_%08ld is refused: %s", steps[i], error);
     }
     if (count && good < 0) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
@@ -75,9 +74,8 @@ Json* record_manifest(Ranks* world, const char* out) {
     ranks_broadcast(world, &step, sizeof(step), 0);
     if (step < 0) return NULL;
 
-    CheckpointRecord record;
     char error[512];
-    Json* manifest = checkpoint_manifest(folder.text, step, &record, error, sizeof(error));
+    Json* manifest = checkpoint_manifest(folder.text, step, error, sizeof(error));
     ranks_must_share(world, folder.text, manifest != NULL);
     return manifest;
 }
@@ -85,10 +83,9 @@ Json* record_manifest(Ranks* world, const char* out) {
 Json* record_stage(const Settings* s) {
     if (!*s->init) die(EXIT_USAGE, "--init-moments needs --init: the step of a run that the new stage begins with");
     if (!*s->out) die(EXIT_USAGE, "--init-moments needs --out: the folder of the new stage");
-    CheckpointRecord record;
     char error[512];
     Path run;
-    Json* manifest = checkpoint_manifest_in(s->init, &run, &record, error, sizeof(error));
+    Json* manifest = checkpoint_manifest_in(s->init, &run, error, sizeof(error));
     if (!manifest) die(EXIT_USAGE, "--init-moments: --init %s: %s", s->init, error);
     return manifest;
 }
@@ -97,11 +94,6 @@ Json* record_stage(const Settings* s) {
 static char* recorded_text(const Option* o, const Json* value) {
     if (value->type == JSON_STRING) return host_strdup(value->text);
     return o->type == OPTION_FLOAT ? host_format("%.17g", value->number) : host_format("%ld", value->integer);
-}
-
-int64_t record_optimizer(const Json* record) {
-    const char* name = json_text(record, "optimizer");
-    return name && strcmp(name, "muon") == 0 ? MUON : ADAMW;
 }
 
 // The options that the run in `folder` was made with.
@@ -162,7 +154,7 @@ void record_check(const Json* record, bool stage, const Settings* s) {
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         // Options that may change are skipped, and Muon's if the optimizer has changed.
-        if (option_same(o, s, &was) || (o->scope != OPTION_KEPT && (stage || o->scope != OPTION_FIXED))) continue;
+        if (option_same(o, s, &was) || o->scope < (stage ? OPTION_KEPT : OPTION_FIXED)) continue;
         if (s->optimizer != was.optimizer && strncmp(o->name, "muon-", 5) == 0) continue;
         char *now = option_text(o, s), *then = option_text(o, &was);
         const char* lacks = json_get(record, o->name) ? "" : " (its checkpoint does not name this option)";

@@ -32,9 +32,6 @@ Json* record_stage(const Settings* settings);
 // is that of --init, and not of the run in --out.
 void record_recall(const Json* record, bool stage, Settings* settings);
 
-// The optimizer of a record: AdamW where it names none.
-int64_t record_optimizer(const Json* record);
-
 // Ends the run if options differ that must not (with `stage`, only an OPTION_KEPT must not), with a message that lists
 // them all. The data are compared by their hash, not by --train.
 void record_check(const Json* record, bool stage, const Settings* settings);

@@ -96,8 +96,8 @@ static void check_effect(Settings* s) {
 // may have their tokenizer there.
 static void find_tokenizer(Settings* s, int recorded, int has_vocab) {
     if (!GIVEN(s, tokenizer) && (!recorded || GIVEN(s, train))) {
-        char* beside = shards_tokenizer(s->train, "_train_");
-        if (beside) replace(&s->tokenizer, beside);
+        Path beside = shards_tokenizer(s->train, "_train_");
+        if (*beside.text) replace(&s->tokenizer, host_strdup(beside.text));
     }
     // The vocabulary of a new model is the tokenizer's.
     if (!*s->tokenizer || has_vocab || GIVEN(s, model.V)) return;

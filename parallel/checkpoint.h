@@ -46,7 +46,7 @@ typedef struct CheckpointFile {
     CheckpointTensor* tensors;
 } CheckpointFile;
 
-// The state of a run other than its tensors, needed to resume.
+// The state of a run other than its tensors, needed to resume: members of the manifest.
 typedef struct CheckpointRecord {
     int64_t step;       // updates done
     int64_t window;     // next window of the run (data/shards.h)
@@ -81,10 +81,10 @@ bool checkpoint_set_aside(Saver* saver, int64_t step);
 int64_t* checkpoint_list(const char* out, int* count);
 int64_t* checkpoint_try_list(const char* out, int* count);
 
-// Reads the manifest of a checkpoint, checks it, and fills in the record. NULL on errors, with the reason in `error`.
-Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* record, char* error, size_t error_size);
+// Reads the manifest of a checkpoint and checks it. NULL on errors, with the reason in `error`.
+Json* checkpoint_manifest(const char* out, int64_t step, char* error, size_t error_size);
 // The same of a checkpoint's own folder; *out gets the folder that it is in.
-Json* checkpoint_manifest_in(const char* folder, Path* out, CheckpointRecord* record, char* error, size_t error_size);
+Json* checkpoint_manifest_in(const char* folder, Path* out, char* error, size_t error_size);
 
 // Checks every file against the manifest (the ranks share the files), and loads every slice. Returns
 // 0 on all ranks, or -1 on all with the same reason in `error`; then some tensors may have been overwritten. A NULL

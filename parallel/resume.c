@@ -58,24 +58,21 @@ int64_t* checkpoint_list(const char* out, int* count) {
 
 // The checks below return NULL, or the reason in fresh memory.
 
-// Reads the record of a manifest whose CRC-32 matches.
-static char* read_record(const Json* json, int64_t step, CheckpointRecord* r) {
+// Checks the values of a manifest whose CRC-32 matches.
+static char* check_values(const Json* json, int64_t step) {
     const Json* options = json_get(json, "options");
     const char* format = json_text(json, "format");
-    r->step = json_int(json, "step", -1);
-    r->window = json_int(json, "window", -1);
-    r->updates = json_int(json, "updates", -1);
-    r->data_hash = json_int(json, "data_hash", -1);
     if (!format || strcmp(format, CHECKPOINT_FORMAT) != 0)
         return host_format("its format is '%s', not '" CHECKPOINT_FORMAT
                            "': another version made it; --init can read its weights",
                            format ? format : "");
     if (!options || options->type != JSON_OBJECT || !options->child) return host_strdup("it has no options");
     // At least one of three consecutive steps is an update. A stage counts on from those before it.
-    const int64_t before = json_int(options, "updates-before", 0);
-    if (before < 0 || r->updates < before || r->updates - before < r->step / 3 || r->updates - before > r->step)
+    const int64_t recorded = json_int(json, "step", -1), updates = json_int(json, "updates", -1),
+                  before = json_int(options, "updates-before", 0);
+    if (before < 0 || updates < before || updates - before < recorded / 3 || updates - before > recorded)
         return host_strdup("its number of updates is out of range");
-    if (r->step != step) return host_format("it is of step %ld; the folder was renamed", r->step);
+    if (recorded != step) return host_format("it is of step %ld; the folder was renamed", recorded);
     return NULL;
 }
 
@@ -96,11 +93,11 @@ static char* read_manifest(const char* path, Json** json) {
     return *json ? NULL : host_strdup(reason);
 }
 
-Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, char* error, size_t error_size) {
+Json* checkpoint_manifest(const char* out, int64_t step, char* error, size_t error_size) {
     Path path = path_of("%s/manifest.json", step_path(out, step, "").text);
     Json* json;
     char* why = read_manifest(path.text, &json);
-    if (!why) why = read_record(json, step, r);
+    if (!why) why = check_values(json, step);
     if (!why) return json;
     snprintf(error, error_size, "%s: %s", path.text, why);
     free(why);
@@ -108,11 +105,11 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
     return NULL;
 }
 
-Json* checkpoint_manifest_in(const char* folder, Path* out, CheckpointRecord* r, char* error, size_t error_size) {
+Json* checkpoint_manifest_in(const char* folder, Path* out, char* error, size_t error_size) {
     Path parent = path_of("%s", folder), name = parent;  // dirname and basename change them
     *out = path_of("%s", dirname(parent.text));
     const int64_t step = step_number(basename(name.text), "");
-    if (step >= 0) return checkpoint_manifest(out->text, step, r, error, error_size);
+    if (step >= 0) return checkpoint_manifest(out->text, step, error, error_size);
     snprintf(error, error_size, "its name is not step_ and 8 digits, that of a step of a run, which has moments");
     return NULL;
 }

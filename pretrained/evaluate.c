@@ -22,14 +22,13 @@ Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokeni
     if (both) warn("--train includes %s of --val: the validation loss is that of text that the model learns", both);
     // A hash of 0 is a run without --val: all ranks must agree on that too.
     agree_on_data(world, "--val", shards ? shards_sample(shards) : 0);
-    char* beside = *s->val && *s->tokenizer ? shards_tokenizer(s->val, "_val_") : NULL;
-    if (beside) evaluate_tokenizer("--val", beside, s, tokenizer);
-    free(beside);
+    if (*s->val && *s->tokenizer) evaluate_tokenizer("--val", shards_tokenizer(s->val, "_val_").text, s, tokenizer);
     return shards;
 }
 
 // Only the sizes are compared. That finds most mistakes, and is quick.
 void evaluate_tokenizer(const char* option, const char* path, const Settings* s, const Tokenizer* tokenizer) {
+    if (!*path) return;
     Tokenizer* other = tokenizer_open(path);
     if (tokenizer_size(other) != tokenizer_size(tokenizer))
         die(EXIT_USAGE, "%s: the tokenizer %s has %d tokens, the one here (%s) %d: they are not the same", option, path,

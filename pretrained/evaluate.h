@@ -9,7 +9,7 @@
 // The shards of --val, the same on all ranks; NULL without. Their tokenizer must have the same number of tokens as the
 // run's. A file that is also in `train` (NULL: there is no training) gets a warning.
 Shards* evaluate_shards(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, const Shards* train);
-// Ends the run where the tokenizer at `path`, which belongs to `option`, has another number of tokens.
+// Ends the run where the tokenizer at `path` ("": none), which belongs to `option`, has another number of tokens.
 void evaluate_tokenizer(const char* option, const char* path, const Settings* settings, const Tokenizer* tokenizer);
 // Windows of the shards that a validation reads: the first --val-tokens, one at least.
 int64_t evaluate_windows(const Settings* settings, const Shards* shards);

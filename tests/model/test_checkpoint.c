@@ -158,9 +158,13 @@ static State* saved(int64_t step) {
 }
 
 static int load(Ranks* group, int64_t step, const State* s, char* error, size_t error_size) {
-    CheckpointRecord expected = {step, 2 * step, step - 1, 4000000000}, record;
-    Json* manifest = checkpoint_manifest(out, step, &record, error, error_size);
-    CHECK(!manifest || memcmp(&record, &expected, sizeof(expected)) == 0, "record");
+    Json* manifest = checkpoint_manifest(out, step, error, error_size);
+    if (manifest) {
+        CHECK(json_int(manifest, "step", -1) == step, "step");
+        CHECK(json_int(manifest, "window", -1) == 2 * step, "window");
+        CHECK(json_int(manifest, "updates", -1) == step - 1, "updates");
+        CHECK(json_int(manifest, "data_hash", -1) == 4000000000, "data_hash");
+    }
     int result = checkpoint_load(group, out, step, manifest, s->files, FILES, ctx, error, error_size);
     json_free(manifest);
     return result;

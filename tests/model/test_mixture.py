@@ -155,6 +155,9 @@ class Mixtures(Case):
         self.assertIn("tokenizer  a_tokenizer.bin, 300 tokens", done.stdout)
         self.refused(2, "--train: the tokenizer c_tokenizer.bin has 301 tokens, the one here (a_tokenizer.bin) 300",
                      train="a_train_*.bin:1,b_train_*.bin:1,c_train_*.bin:1", steps=1)
+        # A set without a tokenizer file is taken as one of the same tokenizer.
+        (self.dir / "b_tokenizer.bin").unlink()
+        self.train(train="a_train_*.bin:1,b_train_*.bin:1", steps=1)
 
 
 if __name__ == "__main__":
