@@ -138,12 +138,12 @@ def main():
     for model, tokens, rate, seed in jobs:
         runs.setdefault((model, tokens), []).append(Run(folder_of(model, tokens, rate, seed)))
 
+    def mean(*key, place=1):  # of the ends of runs: 0 seconds, 1 loss
+        return statistics.fmean(run.points[-1][place] for run in runs[key])
+
     # A MoE run that should end where the longest dense run does.
     def needed(tokens):
         return tokens_to(mean("dense", tokens), {t: mean("MoE", t) for model, t in runs if model == "MoE"})
-
-    def mean(*key, place=1):  # of the ends of runs: 0 seconds, 1 loss
-        return statistics.fmean(run.points[-1][place] for run in runs[key])
 
     same = needed(longest)
     if same:
