@@ -71,7 +71,7 @@ static void fp4_measure(const Format* f, QuantizationStats* stats, const floatX*
 // A format with both rules of rounding a scale.
 #define ROW(FORMAT, name, ...)                                                                                         \
     { FORMAT(name, MX_RCEIL, __VA_ARGS__), FORMAT(name, MX_FLOOR, __VA_ARGS__) }
-static const Format table[FORMATS][2] = {
+static const Format table[FORMATS - FORMAT_MXFP8][2] = {
     ROW(MXFP8, "mxfp8", MX_CHUNK, &mxfp8_gemms),
     {NVFP4("nvfp4", NVFP4_SIX), NVFP4("nvfp4", NVFP4_SIX)},
     {NVFP4("nvfp4-46", NVFP4_FOUR_SIX), NVFP4("nvfp4-46", NVFP4_FOUR_SIX)},
@@ -80,4 +80,6 @@ static const Format table[FORMATS][2] = {
     ROW(FP4, "mxfp4-weights", MX_BLOCK, 0, NULL),
 };
 
-const Format* format_of_id(FormatId id, MxScale scale) { return &table[id][scale]; }
+const Format* format_of_id(int64_t id, int64_t scale_rule) {
+    return id == FORMAT_BF16 ? NULL : &table[id - FORMAT_MXFP8][scale_rule];
+}
