@@ -154,12 +154,3 @@ static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int 
         }
     }
 }
-
-static inline BOTH_SIDES void fp4_count(QuantizationStats* stats, float x, float scaled, float value) {
-    if (value != value) return;
-    stats->elements += x != 0;
-    stats->saturated += fabsf(scaled) > 6;
-    stats->flushed += x != 0 && value == 0;
-    stats->signal += (double)x * x;
-    stats->noise += ((double)x - value) * ((double)x - value);
-}
