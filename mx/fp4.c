@@ -32,10 +32,8 @@ static uint32_t block(const Fp4Work* w, int32_t g, int64_t i, const uint32_t* am
         const Fp4Line line = fp4_line(group, (uint32_t)i * group.block_lines + (uint32_t)l);
         fp4_values(value, v[l], n, group.wide, s, w, g, line);
         for (int k = 0; k < min_i64(n, line.inside); k++) {
-            if (w->stats)
-                stats_add(w->stats, v[l][k], v[l][k] * s.inverse, 6, value[k]);
-            else
-                w->out[(group.first + line.row) * group.columns + line.column + k * step] = value[k];
+            if (w->stats) stats_add(w->stats, v[l][k], v[l][k] * s.inverse, 6, value[k]);
+            if (w->out) w->out[(group.first + line.row) * group.columns + line.column + k * step] = value[k];
             if (w->back) w->back[(g * group.columns + line.column + k) * group.rows + line.row] = value[k];
         }
     }
