@@ -22,6 +22,11 @@ typedef struct Packed {
     uint8_t *q, *scale;
 } Packed;
 
+// How the elements of a block get their scale: the format's rule of rounding it, and how many share it.
+typedef struct Recipe {
+    int32_t scale, align;
+} Recipe;
+
 // Sums over the elements of quantized tensors (--mx-stats). A value is an element after quantization.
 typedef struct QuantizationStats {
     double elements;       // x != 0
@@ -45,9 +50,8 @@ typedef struct Draw {
 } Draw;
 
 struct Format {
-    const char* name;
-    int32_t scale_rule, align;  // of the functions below: how a scale is rounded, and the elements that share it
-    double bf16_blocks;         // the share of the model's blocks, the last ones, whose GEMMs stay in floatX
+    Recipe recipe;       // of the functions below
+    double bf16_blocks;  // the share of the model's blocks, the last ones, whose GEMMs stay in floatX
 
     // Fake quantization of x (capacity, columns), in place or not: in blocks along the rows, or with by_column 1 down
     // the columns of each group. Without starts (NULL) all rows are one group. A format of weights alone: NULL.
@@ -64,7 +68,7 @@ struct Format {
 
     // Packs rows, and unpacks them: x =, or += with accumulate 1. NULL: the format has no packed form.
     int64_t (*scale_bytes)(int64_t columns);  // of a row
-    void (*pack)(const Format* format, Packed out, const floatX* x, int64_t rows, int64_t columns, Ctx* ctx);
+    void (*pack)(Packed out, const floatX* x, int64_t rows, int64_t columns, Recipe recipe, Ctx* ctx);
     void (*unpack)(floatX* x, Packed from, int64_t rows, int64_t columns, int accumulate, Ctx* ctx);
 
     const PackedGemms* gemms;  // that read the packed form; NULL: GEMMs read values

@@ -220,7 +220,7 @@ static Rows activation(Rows out, const floatX* h, const Format* format, Ragged r
         experts_swiglu_forward(out.value, h, r, F, ctx);
         return rows_as(out, rows_of_values(out.value, r.capacity, F), format, ctx);
     }
-    format->gemms->swiglu(format, out.bytes, h, r, F, ctx);
+    format->gemms->swiglu(out.bytes, h, r, F, format->recipe.scale, ctx);
     out.count = r.capacity;
     return rows_packed(out, format);
 }

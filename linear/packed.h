@@ -15,7 +15,7 @@ struct PackedGemms {
     void (*gemm)(floatX* y, Rows x, const Weight* weight, int back, Ragged ragged, Ctx* ctx);
 
     // Fused with SwiGLU; with its backward, where dh is packed for dgrad and for wgrad (0: not at this width).
-    void (*swiglu)(const Format* format, Packed a, const floatX* h, Ragged ragged, int64_t F, Ctx* ctx);
+    void (*swiglu)(Packed a, const floatX* h, Ragged ragged, int64_t F, int32_t scale_rule, Ctx* ctx);
     int (*swiglu_backward)(Packed dh, Rows* for_wgrad, ExpertsBackward tensors, const Weight* w13, Ragged ragged,
                            Ctx* ctx);
 

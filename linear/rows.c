@@ -26,7 +26,7 @@ Rows rows_as(Rows out, Rows x, const Format* format, Ctx* ctx) {
     } else if (!format_of_rows(format) || x.format) {
         return x;  // values: rows that were rounded once are not rounded again
     } else if (packed) {
-        format->pack(format, out.bytes, x.value, x.count, x.columns, ctx);
+        format->pack(out.bytes, x.value, x.count, x.columns, format->recipe, ctx);
     } else {
         const Draw nearest = {NULL, 0};
         format->round(format, out.value, x.value, ragged_matrices(1, x.count), x.columns, 0, nearest, ctx);
@@ -36,7 +36,7 @@ Rows rows_as(Rows out, Rows x, const Format* format, Ctx* ctx) {
 
 Rows rows_pack(Rows out, Rows x, const Format* format, Ctx* ctx) {
     if (!format) return x;
-    format->pack(format, out.bytes, x.value, x.count, x.columns, ctx);
+    format->pack(out.bytes, x.value, x.count, x.columns, format->recipe, ctx);
     return rows_packed(out, format);
 }
 

@@ -15,15 +15,11 @@
 #include "mx/formats.h"
 #include "parallel/slices.h"
 
-// The format of a precision; NULL: floatX. Bytes that no GEMM reads have the exact format's blocks of 32.
-static const Format* format_of(int64_t precision, const Settings* s) {
-    return precision ? format_of_id((FormatId)(precision - 1), (MxScale)s->scale_rule) : NULL;
-}
-
 // The format of dispatch or wgrad: if it is MXFP8, that of the GEMMs with the same operands, if these are MXFP8 too.
+// Bytes that no GEMM reads have the exact format's blocks of 32.
 static const Format* format_like(int64_t precision, const Format* gemms, const Settings* s) {
-    if (precision == PRECISION_MXFP8 && !format_of_rows(gemms)) precision = PRECISION_MXFP8_EXACT;
-    return precision == PRECISION_MXFP8 ? gemms : format_of(precision, s);
+    if (precision == FORMAT_MXFP8 && !format_of_rows(gemms)) precision = FORMAT_MXFP8_EXACT;
+    return precision == FORMAT_MXFP8 ? gemms : format_of_id(precision, s->scale_rule);
 }
 
 // The format in a unit: floatX where the recipe leaves the last blocks in it, and in the modules after them.
@@ -61,7 +57,7 @@ void model_shapes(Model* m, int k) {
     moe->shared_F = c->shared * c->F;
     moe->ep = m->layout.ep;
     moe->recompute = s->recompute != RECOMPUTE_NONE;
-    moe->expert = format_of(s->expert_precision, s);
+    moe->expert = format_of_id(s->expert_precision, s->scale_rule);
     moe->dispatch = format_like(s->dispatch_precision, moe->expert, s);
     moe->combine = format_like(s->combine_precision, NULL, s);
     moe->wgrad = format_like(s->wgrad_precision, moe->expert, s);
@@ -80,7 +76,7 @@ static void plan_weights(Model* m, Unit* u) {
         // An expert's number follows in the lowest bits.
         w->stream = (uint32_t)(u->layer * PARAMS + (int)list[i].id) * 2 * WEIGHT_STREAMS;
         if (list[i].quantized_by == LINEAR) {
-            w->format = format_of(s->linear_precision, s);
+            w->format = format_of_id(s->linear_precision, s->scale_rule);
             if (w->format) w->wgrad = format_like(s->wgrad_precision, w->format, s);
             if (w->wgrad) {
                 of_dy[mlp] += w->OC;

@@ -110,7 +110,7 @@ static Settings recorded(const Json* record, const char* folder) {
         was.given[i] = 1;
         free(text);
     }
-    settings_preset(&was, PRECISION_BF16);
+    settings_preset(&was, FORMAT_BF16);
     free(where);
     return was;
 }

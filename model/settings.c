@@ -244,10 +244,10 @@ Settings settings_parse(int argc, char** argv) {
 // Sets the options of a --precision.
 static void set_precisions(Settings* s, int64_t precision) {
     s->expert_precision = s->linear_precision = s->wgrad_precision = precision;
-    const int mxfp8 = precision == PRECISION_MXFP8 || precision == PRECISION_MXFP8_EXACT;
-    s->dispatch_precision = s->combine_precision = mxfp8 ? PRECISION_MXFP8 : PRECISION_BF16;
-    if (mxfp8) s->wgrad_precision = PRECISION_MXFP8;
-    if (precision == PRECISION_MXFP4_WEIGHTS) s->linear_precision = s->wgrad_precision = PRECISION_BF16;
+    const int mxfp8 = precision == FORMAT_MXFP8 || precision == FORMAT_MXFP8_EXACT;
+    s->dispatch_precision = s->combine_precision = mxfp8 ? FORMAT_MXFP8 : FORMAT_BF16;
+    if (mxfp8) s->wgrad_precision = FORMAT_MXFP8;
+    if (precision == FORMAT_MXFP4_WEIGHTS) s->linear_precision = s->wgrad_precision = FORMAT_BF16;
 }
 
 // int64_t and double are both 8 bytes.

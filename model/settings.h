@@ -5,6 +5,7 @@
 #include "data/json.h"
 #include "device/options.h"
 #include "layers/rope.h"
+#include "mx/formats.h"
 
 // A DeepSeek-style model. Letters as everywhere: C width, L layers, H heads, E experts, K experts a token, F expert
 // hidden width, V vocabulary.
@@ -57,7 +58,7 @@ typedef struct Settings {
     double mtp_weight, mtp_weight_end, mtp_switch;
     int64_t ep, shard, dispatch, recompute;
     double timeout, capacity, gpu_memory;
-    int64_t precision;  // the mode, which sets the following unless the command line does:
+    int64_t precision;  // the mode (FormatId), which sets the following unless the command line does:
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, scale_rule,
         stats_every;
     int64_t force_balance, overfit;
@@ -67,16 +68,6 @@ typedef struct Settings {
     char given[SETTINGS_MOST];  // by row of the table: 1 if the command line has the option
 } Settings;
 
-// The choices of --precision: bf16, then those of FormatId (mx/formats.h). Those of its parts are the first of them.
-typedef enum {
-    PRECISION_BF16,
-    PRECISION_MXFP8,
-    PRECISION_NVFP4,
-    PRECISION_NVFP4_46,
-    PRECISION_MXFP4,
-    PRECISION_MXFP8_EXACT,
-    PRECISION_MXFP4_WEIGHTS
-} Precision;
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
 typedef enum { DISPATCH_AUTO, DISPATCH_NCCL, DISPATCH_WINDOWS } DispatchUse;
 typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;

@@ -108,7 +108,7 @@ static void check_layout(const Settings* s) {
 // dgrad over its rows. A width that no such product has counts as 0.
 static void check_precision(const Settings* s) {
     const ModelConfig* c = &s->model;
-    const int linear = s->linear_precision != PRECISION_BF16, expert = s->expert_precision || s->wgrad_precision;
+    const int linear = s->linear_precision != FORMAT_BF16, expert = s->expert_precision || s->wgrad_precision;
     const int dense = linear && c->dense_layers > 0, shared = linear && c->dense_layers < config_blocks(c);
     const int any = linear || expert || s->dispatch_precision || s->combine_precision;
     const Width widths[] = {{"--dim", any * c->C},
@@ -170,7 +170,7 @@ static void check_run(const Settings* s) {
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
     const int64_t widest = max_i64(s->model.C, s->model.F);
-    const int packed = s->expert_precision == PRECISION_MXFP8 || s->linear_precision == PRECISION_MXFP8;
+    const int packed = s->expert_precision == FORMAT_MXFP8 || s->linear_precision == FORMAT_MXFP8;
     if (BACKEND == BACKEND_CUDA && packed && widest < 768)
         warn("--precision mxfp8 at --dim %ld and --expert-ffn %ld: at such widths MXFP8 is for its loss, not for speed",
              s->model.C, s->model.F);

@@ -8,19 +8,11 @@ size_t moe_workspace(MoeShape s) {
     return max_size(max_size(router_workspace(s.router), matmul_workspace()), dispatch_workspace(dispatch_shape(s)));
 }
 
-// The formats of this block, which may be floatX where those of others are not.
-static MoeShape shape_of(MoeShape s, MoeWeights w) {
-    s.expert = w.w13->format;
-    s.wgrad = w.w13->wgrad;
-    return s;
-}
-
 void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, BalanceCounts counts, MoeShape s,
                  Dispatch* d, Pool* pool, Ctx* ctx) {
     const int64_t N = s.router.N, shared = s.shared_F;
     Route* route = &saved->route;
     MoeForwardBuffers t;
-    s = shape_of(s, w);
 
     // 1. Each token's experts, and the gates that weigh their outputs.
     moe_take_choices(pool, saved, s);
@@ -30,7 +22,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
     // 2. All-to-all: tokens to the ranks of their experts. The shared MLP's first GEMM and its activation overlap.
     dispatch_counts(d, route, ctx);
     const PoolMark mark = moe_take_forward(pool, &t, saved, s);
-    weight_measure(w.w13, STATS_X, s.dispatch ? s.dispatch : s.expert, x, N, s.router.C, ctx);
+    weight_measure(w.w13, STATS_X, s.dispatch ? s.dispatch : w.w13->format, x, N, s.router.C, ctx);
     dispatch_pack(d, route, &t.exchange, x, &saved->x, ctx);
     dispatch_pack_choices(d, route, &t.exchange, ctx);
     dispatch_start(d, route, ctx);
@@ -41,7 +33,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
     // 3. The received tokens into rows, sorted by expert.
     const Ragged ragged = saved->ragged;
     permute_plan(ragged, t.exchange.received_expert, t.exchange.received_gate, route->received, s.router.K, ctx);
-    const Rows rows = rows_gathered(t.rows, saved->x, s.expert, 0, ragged, ctx);
+    const Rows rows = rows_gathered(t.rows, saved->x, w.w13->format, 0, ragged, ctx);
 
     // 4. Each expert's MLP: W2 swiglu(W13 x).
     const Rows act = grouped_forward_swiglu(t.act, saved->h, rows, w.w13, w.w2, ragged, ctx);
@@ -77,12 +69,11 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     const Ragged ragged = saved->ragged;
     const PoolMark mark = pool_mark(pool);
     MoeBackwardBuffers t;
-    s = shape_of(s, w);
     moe_take_backward(pool, &t, saved, s);
 
     // 5. All-to-all: dy to the ranks of its tokens' experts, without the gates, which come after W2
     // (grouped/experts.h). With activation checkpointing x is sent along. The shared MLP's backward overlaps.
-    weight_measure(w.w2, STATS_DY, s.dispatch ? s.dispatch : s.expert, dy, s.router.N, s.router.C, ctx);
+    weight_measure(w.w2, STATS_DY, s.dispatch ? s.dispatch : w.w2->format, dy, s.router.N, s.router.C, ctx);
     dispatch_pack(d, route, &t.exchange, dy, NULL, ctx);
     if (s.recompute) dispatch_pack(d, route, &t.again, x, &saved->x, ctx);
     dispatch_start(d, route, ctx);
@@ -98,7 +89,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     // 4. da' = dy W2; da = gate da', dgate = <da', a> and dh; dx = dh W13. With several ranks the sums that combine
     // sends overwrite the received dy, so W2's wgrad needs a copy of its rows.
     const Rows dy_rows = s.ep > 1 ? rows_permute(t.rows, dy_here, ragged, ctx)
-                                  : rows_gathered(t.rows, dy_here, s.expert, s.F, ragged, ctx);
+                                  : rows_gathered(t.rows, dy_here, w.w2->format, s.F, ragged, ctx);
     const ExpertsBackward tensors = {t.dh, t.act, t.drow_gate, NULL, saved->h};
     int32_t gate_parts;
     Rows dh_wgrad;

@@ -31,7 +31,8 @@ typedef struct MoeShape {
 } MoeShape;
 
 // Weights with their gradients, which are = or += as in Weight. Each of the E / ep experts has a w13 (2F, C) and a w2
-// (C, F), whose formats are those of the block. Their statistics cover x, dy, the activation and its gradient too.
+// (C, F). Their formats are those of the shape, or floatX in a block that stays in it. Their statistics cover x, dy,
+// the activation and its gradient too.
 typedef struct MoeWeights {
     const floatX* router;              // (E, C)
     real* drouter;                     // (E, C), +=

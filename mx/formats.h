@@ -18,7 +18,9 @@
 #include "linear/packed.h"
 #include "mx/mxfp8.h"
 
+// The choices of --precision, in its order. Those of its parts are the first of them.
 typedef enum {
+    FORMAT_BF16,
     FORMAT_MXFP8,
     FORMAT_NVFP4,
     FORMAT_NVFP4_46,
@@ -27,6 +29,7 @@ typedef enum {
     FORMAT_MXFP4_WEIGHTS,
     FORMATS
 } FormatId;
-const Format* format_of_id(FormatId id, MxScale scale);
+// id: a FormatId; scale_rule: a MxScale. FORMAT_BF16: NULL, which is floatX.
+const Format* format_of_id(int64_t id, int64_t scale_rule);
 
 extern const PackedGemms mxfp8_gemms;  // mx/packed_gemms.c

@@ -32,10 +32,8 @@ static uint32_t block(const Fp4Work* w, int32_t g, int64_t i, const uint32_t* am
         const Fp4Line line = fp4_line(group, (uint32_t)i * group.block_lines + (uint32_t)l);
         fp4_values(value, v[l], n, group.wide, s, w, g, line);
         for (int k = 0; k < min_i64(n, line.inside); k++) {
-            if (w->stats)
-                fp4_count(w->stats, v[l][k], v[l][k] * s.inverse, value[k]);
-            else
-                w->out[(group.first + line.row) * group.columns + line.column + k * step] = value[k];
+            if (w->stats) stats_add(w->stats, v[l][k], v[l][k] * s.inverse, 6, value[k]);
+            if (w->out) w->out[(group.first + line.row) * group.columns + line.column + k * step] = value[k];
             if (w->back) w->back[(g * group.columns + line.column + k) * group.rows + line.row] = value[k];
         }
     }
@@ -46,10 +44,10 @@ static uint32_t block(const Fp4Work* w, int32_t g, int64_t i, const uint32_t* am
 void fp4_round(Fp4Work w, Ctx* ctx) {
     for (int32_t g = 0; g < w.groups.El; g++) {
         const Fp4Group group = fp4_group(&w, g, w.blocks.high, w.blocks.wide);
-        const int64_t blocks = group.lines / group.block_lines;
-        uint32_t amax = 0;  // of the tensor
-#pragma omp parallel for reduction(max : amax) schedule(static) if (fp4_is_nv(w.blocks))
-        for (int64_t i = 0; i < blocks; i++) amax = (uint32_t)max_i64(amax, block(&w, g, i, NULL));
+        const int64_t blocks = group.lines / group.block_lines, measured = fp4_is_nv(w.blocks) ? blocks : 0;
+        uint32_t amax = 0;  // of the tensor, for NVFP4
+#pragma omp parallel for reduction(max : amax) schedule(static)
+        for (int64_t i = 0; i < measured; i++) amax = (uint32_t)max_i64(amax, block(&w, g, i, NULL));
 #pragma omp parallel for schedule(static) if (!w.stats)
         for (int64_t i = 0; i < blocks; i++) block(&w, g, i, &amax);
     }

@@ -89,7 +89,8 @@ static __global__ void __launch_bounds__(THREADS, HIGH > 16 || WIDE > 16 || USE 
                 }
 
                 fp4_values(value[l], v[l], N, WIDE, s, &w, g, {line.row, line.column + l, line.inside, line.own});
-                for (int k = 0; k < N && USE == STATS; k++) fp4_count(&sums, v[l][k], v[l][k] * s.inverse, value[l][k]);
+                for (int k = 0; k < N && USE == STATS; k++)
+                    stats_add(&sums, v[l][k], v[l][k] * s.inverse, 6, value[l][k]);
             }
 
             // The values, also transposed.

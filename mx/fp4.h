@@ -44,14 +44,14 @@ static inline BOTH_SIDES int fp4_is_nv(Fp4Blocks blocks) { return blocks.scale >
 
 // The operands of fp4_round. columns is a multiple of 32.
 typedef struct Fp4Work {
-    floatX* out;      // (capacity, columns): the values of x, in place or not
+    floatX* out;      // (capacity, columns): the values of x, in place or not; NULL with stats
     floatX* back;     // NULL, or (El, columns, capacity), not for n x 1: the same, each group transposed
     const floatX* x;  // (capacity, columns)
     Ragged groups;    // without group_start each of the El groups has `capacity` rows
     int64_t columns;
     Fp4Blocks blocks;
     Draw draw;
-    QuantizationStats* stats;  // not NULL: += statistics of values to nearest, and no values
+    QuantizationStats* stats;  // NULL, or += statistics of values to nearest, in place of the values
 } Fp4Work;
 
 // Rows after the last group are not written. No element is `inexact`, because each block has a scale of its own.

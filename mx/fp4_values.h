@@ -19,16 +19,6 @@ static inline BOTH_SIDES float e4m3_nearest(float x) {
     return fminf(x < 0x1p-6f ? small : other, 448);
 }
 
-// x to e2m1. Its neighbours are the multiples of a step that grows with |x|. To nearest, ties to even: float32 has that
-// step around `large`. At random: to nearest after an offset of less than half a step. NaN may become 6 here: its
-// block's scale is NaN.
-static inline BOTH_SIDES float e2m1_rounded(float x, bool random, float offset) {
-    const float a = fminf(fabsf(x), 6);
-    const float power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);  // of 2 steps: 1, 2 or 4
-    const float large = power * 0x1.8p22f;
-    return copysignf((random ? a + power * offset : a) + large - large, x);
-}
-
 // The offset, in units of two steps, of bits 7 to 22 of a word: 1/4 - r / 2, where r = (bits + 1/2) 2^-16. A number
 // goes up if r is below its distance from the lower neighbour, in steps: with this probability, to 2^-17.
 static inline BOTH_SIDES float e2m1_offset(uint32_t word) {
@@ -62,8 +52,15 @@ static inline BOTH_SIDES Fp4Scale nvfp4_scale(Fp4Scale s, uint32_t amax, int lar
     return s;
 }
 
+// The value of x. Neighbours in e2m1 are the multiples of a step that grows with |x|. To nearest, ties to even: float32
+// has that step around `large`. At random: to nearest after an offset of less than half a step. NaN may become 6 here:
+// its block's scale is NaN.
 static inline BOTH_SIDES float fp4_value(float x, Fp4Scale s, bool random, float offset) {
-    return e2m1_rounded(x * s.inverse, random, offset) * s.block * s.tensor;
+    const float scaled = x * s.inverse, a = fminf(fabsf(scaled), 6);
+    const float power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);  // of 2 steps: 1, 2 or 4
+    const float large = power * 0x1.8p22f;
+    const float e2m1 = copysignf((random ? a + power * offset : a) + large - large, scaled);
+    return e2m1 * s.block * s.tensor;
 }
 
 // The squared error of a line, to nearest. By fma in double, in order: the same bits on CPU and GPU, and so is the sum
@@ -82,14 +79,13 @@ static inline BOTH_SIDES double fp4_error(const float* v, int n, Fp4Scale s) {
 static inline BOTH_SIDES void fp4_hadamard(float* v) {
     for (int k = 0; k < FP4_HADAMARD; k++) v[k] *= FP4_SIGNS >> k & 1 ? -0.25f : 0.25f;
     UNROLL
-    for (int half = 1; half < FP4_HADAMARD; half *= 2) {
+    for (int half = 1; half < FP4_HADAMARD; half *= 2)
         for (int k = 0; k < FP4_HADAMARD; k++)
             if (!(k & half)) {
                 const float a = v[k], b = v[k + half];
                 v[k] = a + b;
                 v[k + half] = a - b;
             }
-    }
 }
 
 // A group in blocks of high x wide: its first row, its rows, and those that the transform may take. On the GPU pad
@@ -153,13 +149,4 @@ static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int 
             out[k + j] = fp4_value(v[k + j], s, true, e2m1_offset(j % 2 ? u << 16 | u >> 16 : u));
         }
     }
-}
-
-static inline BOTH_SIDES void fp4_count(QuantizationStats* stats, float x, float scaled, float value) {
-    if (value != value) return;
-    stats->elements += x != 0;
-    stats->saturated += fabsf(scaled) > 6;
-    stats->flushed += x != 0 && value == 0;
-    stats->signal += (double)x * x;
-    stats->noise += ((double)x - value) * ((double)x - value);
 }

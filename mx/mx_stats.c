@@ -8,17 +8,13 @@ static void add_block(QuantizationStats* stats, const floatX* block, int s, int3
     const int s_alone = scale_of(block, MX_BLOCK, 1, MX_BLOCK, scale_mode);
     for (int64_t i = 0; i < MX_BLOCK && s != MX_NAN; i++) {
         const float x = (float)block[i], value = value_of(x, s);
-        stats->elements += x != 0;
-        stats->saturated += fabsf(x * mx_scale_inverse(s)) > 448;
-        stats->flushed += x != 0 && value == 0;
+        stats_add(stats, x, x * mx_scale_inverse(s), 448, value);
         stats->inexact += value != value_of(x, s_alone);
-        stats->signal += (double)x * x;
-        stats->noise += ((double)x - value) * ((double)x - value);
     }
 }
 
-void mx_stats(QuantizationStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
-              MxRecipe recipe, Ctx* ctx) {
+void mx_stats(QuantizationStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows,
+              int64_t columns, MxRecipe recipe, Ctx* ctx) {
     const int64_t chunk = chunk_of(recipe), tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
     for (int64_t r = 0; r < count * rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {

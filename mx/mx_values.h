@@ -1,7 +1,9 @@
-// Decodes MXFP8 scale bytes (mx/mxfp8.h), the same on CPU and GPU. device/values.h decodes e4m3 elements.
+// Decodes MXFP8 scale bytes (mx/mxfp8.h), and counts elements, the same on CPU and GPU. device/values.h decodes e4m3
+// elements.
 #pragma once
 
 #include "device/values.h"
+#include "linear/format.h"
 
 static inline BOTH_SIDES uint32_t bits_of(float x) {
     uint32_t u;
@@ -18,4 +20,15 @@ static inline BOTH_SIDES float mx_scale_value(uint32_t s) {
 // 247. The product is exact in float32, or so small that it is rounded to 0 anyway.
 static inline BOTH_SIDES float mx_scale_inverse(uint32_t s) {
     return float_of_bits(s == 255 ? 0x7fffffffu : (254 - s) << 23);
+}
+
+// Adds x to the statistics, all but `inexact`, unless its value is NaN. scaled: x as it is rounded; `most`: the largest
+// value there.
+static inline BOTH_SIDES void stats_add(QuantizationStats* stats, float x, float scaled, float most, float value) {
+    if (value != value) return;
+    stats->elements += x != 0;
+    stats->saturated += fabsf(scaled) > most;
+    stats->flushed += x != 0 && value == 0;
+    stats->signal += (double)x * x;
+    stats->noise += ((double)x - value) * ((double)x - value);
 }

@@ -41,10 +41,8 @@
 #include "linear/format.h"
 
 typedef enum { MX_RCEIL, MX_FLOOR } MxScale;
-typedef struct MxRecipe {
-    int32_t scale;  // MxScale
-    int32_t align;  // 1 or 128; mx_quantize_channels: 128 or 512
-} MxRecipe;
+// scale: a MxScale. align: 1 or 128; mx_quantize_channels: 128 or 512.
+typedef Recipe MxRecipe;
 
 // Elements of a block, of a chunk (align 128), of a 512-row scale group; its least scale byte; the scale byte of NaN.
 enum { MX_BLOCK = 32, MX_CHUNK = 128, MX_RUN = 512, MX_RUN_LEAST = 40, MX_NAN = 255 };

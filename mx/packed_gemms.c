@@ -14,7 +14,7 @@ static int64_t weight_scales(int64_t OC, int64_t IC) { return mx_tiles(OC) * mx_
 static void pack_weight(Weight* w, Ctx* ctx) {
     w->back.packed.scale = w->forward.packed.scale;
     mx_quantize_tiles(w->forward.packed.q, w->back.packed.q, w->forward.packed.scale, w->w, w->count, w->OC, w->IC,
-                      w->format->scale_rule, ctx);
+                      w->format->recipe.scale, ctx);
 }
 
 static void gemm(floatX* y, Rows x, const Weight* w, int back, Ragged r, Ctx* ctx) {
@@ -30,10 +30,6 @@ static void gemm(floatX* y, Rows x, const Weight* w, int back, Ragged r, Ctx* ct
 
 // --- Experts ---
 
-static void swiglu_packed(const Format* f, Packed a, const floatX* h, Ragged r, int64_t F, Ctx* ctx) {
-    mx_swiglu_quantize(a, h, r, F, f->scale_rule, ctx);
-}
-
 static int64_t wgrad_rows(int64_t rows, int32_t El, Backend backend) { return mx_channel_length(rows, El, backend); }
 
 // Column-wise packed: q is (columns, length), and there is one scale byte for each chunk of a channel.
@@ -48,17 +44,17 @@ static int swiglu_backward_packed(Packed dh, Rows* for_wgrad, ExpertsBackward t,
     // A chunk must not have both gate and up.
     if (!format_packed(w13->wgrad) || F % MX_CHUNK) return 0;
     // One kernel packs row-wise and column-wise. The column-wise result is in the memory of t.dh.
-    ASSERT(w13->wgrad->scale_rule == w13->format->scale_rule);
+    ASSERT(w13->wgrad->recipe.scale == w13->format->recipe.scale);
     const Packed channels = {(uint8_t*)t.dh, (uint8_t*)t.dh + length * 2 * F};
     *for_wgrad = by_column(channels, w13->wgrad, length, 2 * F);
-    mx_swiglu_backward_both(dh, channels, t, length, r, F, w13->format->scale_rule, ctx);
+    mx_swiglu_backward_both(dh, channels, t, length, r, F, w13->format->recipe.scale, ctx);
     return 1;
 }
 
 // An operand of wgrad, column-wise. x has 512-row scale groups, dy chunks of 128.
 static Rows operand_by_column(Rows x, Rows memory, const Format* f, int32_t align, Ragged r, Ctx* ctx) {
     const int64_t length = mx_channel_length(r.capacity, r.El, BACKEND);
-    const MxRecipe recipe = {f->scale_rule, align};
+    const MxRecipe recipe = {f->recipe.scale, align};
     if (x.by_column) return x;
     ASSERT(x.packed || !x.by_token);
     if (x.packed)
@@ -94,8 +90,8 @@ static MxBytes place_of_dy(LinearGradient* product, int64_t length) {
 static void pack_both(LinearGradient* product, Packed out, int64_t N, Ragged tokens, Ctx* ctx) {
     const Weight* w = product->weight;
     const int64_t length = mx_channel_length(N, 1, BACKEND);
-    ASSERT(w->wgrad->scale_rule == w->format->scale_rule);
-    mx_quantize_both(out, place_of_dy(product, length), product->dy, length, N, w->OC, w->format->scale_rule, ctx);
+    ASSERT(w->wgrad->recipe.scale == w->format->recipe.scale);
+    mx_quantize_both(out, place_of_dy(product, length), product->dy, length, N, w->OC, w->format->recipe.scale, ctx);
 }
 
 static int swiglu_backward_both(LinearGradient* product, Packed out, floatX* a, const floatX* da, const floatX* h,
@@ -104,8 +100,9 @@ static int swiglu_backward_both(LinearGradient* product, Packed out, floatX* a, 
     const int64_t F = w->OC / 2, length = mx_channel_length(N, 1, BACKEND);
     const ExpertsBackward tensors = {NULL, a, NULL, da, h};
     if (F % MX_CHUNK) return 0;
-    ASSERT(w->wgrad->scale_rule == w->format->scale_rule);
-    mx_swiglu_backward_both(out, place_of_dy(product, length), tensors, length, tokens, F, w->format->scale_rule, ctx);
+    ASSERT(w->wgrad->recipe.scale == w->format->recipe.scale);
+    mx_swiglu_backward_both(out, place_of_dy(product, length), tensors, length, tokens, F, w->format->recipe.scale,
+                            ctx);
     return 1;
 }
 
@@ -124,7 +121,7 @@ static void wgrads(LinearGradient* products, int count, int64_t N, Ragged tokens
         // dy is packed already if dgrad has done it.
         const int packed = p->quantized_dy > 0;
         const MxBytes dy = place_of_dy(p, length), x = mx_from_channel(workspace->x.bytes, of_x, length);
-        const MxRecipe chunks = {w->wgrad->scale_rule, MX_CHUNK}, runs = {w->wgrad->scale_rule, MX_RUN};
+        const MxRecipe chunks = {w->wgrad->recipe.scale, MX_CHUNK}, runs = {w->wgrad->recipe.scale, MX_RUN};
         if (!packed) mx_quantize_channels(dy, p->dy, length, tokens, w->OC, chunks, ctx);
         mx_quantize_channels(x, p->x, length, tokens, w->IC, runs, ctx);
         const MxMatrix matrix = {w->grad, w->OC, w->IC, p->quantized_dy - 1, of_x};
@@ -136,6 +133,6 @@ static void wgrads(LinearGradient* products, int count, int64_t N, Ragged tokens
     workspace->dy_used = 0;
 }
 
-const PackedGemms mxfp8_gemms = {mx_check,      weight_scales,          pack_weight, gemm,
-                                 swiglu_packed, swiglu_backward_packed, wgrad_rows,  grouped_wgrad_packed,
-                                 pack_both,     swiglu_backward_both,   wgrads};
+const PackedGemms mxfp8_gemms = {mx_check,           weight_scales,          pack_weight, gemm,
+                                 mx_swiglu_quantize, swiglu_backward_packed, wgrad_rows,  grouped_wgrad_packed,
+                                 pack_both,          swiglu_backward_both,   wgrads};

@@ -309,28 +309,44 @@ static void test_hadamard(void) {
     ctx_destroy(ctx);
 }
 
-// Sums over the values of fp4_round, for tiles and for rows.
+// Sums over values, as the statistics have them.
+static void check_stats(QuantizationStats got, const real* x, const real* out) {
+    QuantizationStats want = {0};
+    for (int i = 0; i < COUNT; i++) {
+        const double a = (float)x[i], b = (float)out[i];
+        want.elements += a != 0, want.flushed += a != 0 && b == 0;
+        want.signal += a * a, want.noise += (a - b) * (a - b);
+    }
+    CHECK(got.elements == want.elements && got.flushed == want.flushed, "counts");
+    CHECK(fabs(got.signal / want.signal - 1) < 1e-12 && fabs(got.noise / want.noise - 1) < 1e-12, "sums");
+    // A Gaussian in NVFP4 has about 20 dB.
+    const double snr = 10 * log10(got.signal / got.noise);
+    CHECK(snr > 15 && snr < 25, "%g dB", snr);
+}
+
+// Statistics are of the values of fp4_round, for tiles and for rows. Those of a weight are of what forward reads.
 static void test_stats(void) {
+    static const FormatId formats[] = {FORMAT_NVFP4, FORMAT_NVFP4_46, FORMAT_MXFP4, FORMAT_MXFP4_WEIGHTS};
     Ctx* ctx = ctx_create(0);
-    real *x = random_tensor(COUNT, 5), *out = room(COUNT);
+    real *x = random_tensor(COUNT, 5), *out = room(COUNT), *back = room(COUNT);
+    for (int i = 0; i < COUNT; i += 50) x[i] = 0;
     for (int high = 1; high <= 16; high += 15) {
         const Fp4Blocks blocks = {NVFP4_SIX, high, 16, 0};
-        QuantizationStats got = {0}, want = {0};
-        const Fp4Work work = {NULL, NULL, x, groups_of(2, ROWS / 2), COLUMNS, blocks, nearest, &got};
+        QuantizationStats stats = {0};
+        const Fp4Work work = {NULL, NULL, x, groups_of(2, ROWS / 2), COLUMNS, blocks, nearest, &stats};
         fp4_round(work, ctx);
         round_values(out, NULL, x, groups_of(2, ROWS / 2), COLUMNS, blocks, nearest, ctx);
-        for (int i = 0; i < COUNT; i++) {
-            const double a = (float)x[i], b = (float)out[i];
-            want.elements += a != 0, want.flushed += a != 0 && b == 0;
-            want.signal += a * a, want.noise += (a - b) * (a - b);
-        }
-        CHECK(got.elements == want.elements && got.flushed == want.flushed, "counts");
-        CHECK(fabs(got.signal / want.signal - 1) < 1e-12 && fabs(got.noise / want.noise - 1) < 1e-12, "sums");
-        // A Gaussian in NVFP4 has about 20 dB.
-        const double snr = 10 * log10(got.signal / got.noise);
-        CHECK(snr > 15 && snr < 25, "%g dB", snr);
+        check_stats(stats, x, out);
     }
-    free(x), free(out);
+    for (int i = 0; i < 4; i++) {
+        const Format* f = format_of_id(formats[i], MX_RCEIL);
+        const Weight weight = {.w = x, .count = 2, .OC = ROWS / 2, .IC = COLUMNS, .format = f};
+        QuantizationStats stats = {0};
+        f->measure(f, &stats, x, &weight, ROWS / 2, COLUMNS, ctx);
+        f->round_weight(f, out, back, x, 2, ROWS / 2, COLUMNS, ctx);
+        check_stats(stats, x, out);
+    }
+    free(x), free(out), free(back);
     ctx_destroy(ctx);
 }
 
