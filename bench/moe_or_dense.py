@@ -2,7 +2,7 @@
 """Is MoE worth it on one GPU? A MoE and a dense model of the same active parameters, both with Muon, each on a GPU of its own:
 
     python3 bench/moe_or_dense.py --train 'corpus/x_train_*.bin' --val 'corpus/x_val_*.bin' \\
-        --tokens 100e6 30e6 300e6 --seeds 3 3 1 --out runs/worth
+        --tokens 100e6 300e6 1e9 --seeds 3 3 1 --out runs/worth
 
 Each model first runs with each of the learning rates on the first number of --tokens (seed 1). With the best of them it runs
 on each number of tokens, with as many of the seeds 1, 2, ... as --seeds says. PyTorch's dense model (bench/torch_gpu.py)
@@ -69,7 +69,7 @@ def main():
     parser.add_argument("--model", default="small", help="preset of both models")
     parser.add_argument("--moe", default="--experts 64 --muon-expert-steps 4", help="what makes the MoE of it")
     parser.add_argument("--dense", default="--dense-layers 8 --dense-ffn 1944", help="what makes the dense model of it")
-    parser.add_argument("--tokens", type=float, nargs="+", default=[100e6, 30e6], help="of a run; the first for the rates")
+    parser.add_argument("--tokens", type=float, nargs="+", default=[100e6, 300e6], help="of a run; the first for the rates")
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3, 4e-3], help="peak learning rates of Muon")
     parser.add_argument("--seeds", type=int, nargs="+", default=[3], help="runs for each number of tokens, or for all")
     parser.add_argument("--gpus", type=int, default=1, help="runs at a time")
@@ -104,8 +104,7 @@ def main():
             return
         folder.mkdir(parents=True, exist_ok=True)
         common = ["--train", args.train, "--val", args.val, "--model", args.model, "--batch", str(args.batch), "--seq-len",
-                  str(args.seq_len), "--steps", str(steps), "--lr", "1e-3", "--warmup", str(min(300, steps // 10)),
-                  "--optimizer", "muon", "--val-every", str(max(1, steps // args.validations)), "--val-tokens", "1048576"]
+                  str(args.seq_len), "--steps", str(steps), "--lr", "1e-3", "--warmup", str(max(1, steps // 20)), "--optimizer", "muon", "--val-every", str(max(1, steps // args.validations)), "--val-tokens", "1048576"]
         if model == TORCH:
             vocab = json.loads(next(open(folder_of("dense", args.tokens[0], rate, 1) / "log.jsonl", encoding="utf-8")))["vocab"]
             command = [sys.executable, str(ROOT / "bench/torch_gpu.py"), *common, *args.dense.split(), "--vocab", str(vocab),
