@@ -167,7 +167,7 @@ Path shards_tokenizer(const char* text, const char* mark) {
         if (access(trace.text, F_OK) == 0)
             die(EXIT_FAILED,
                 "%s is there, but not %s, which scripts/prepare_text.py writes last: the shards may be incomplete. "
-                "Copy or prepare them again, or name the tokenizer by --tokenizer",
+                "Copy or prepare them again",
                 trace.text, tokenizer.text);
     }
     return none;

@@ -119,7 +119,7 @@ Ctx* ctx_create(size_t workspace) {
              ctx->portable ? "portable" : "Hopper's");
 
     // The stream, the cuBLASLt handle, and the driver's function that makes tensor maps for TMA. Every driver that
-    // check_gpu passes has it: it is of CUDA 12.0.
+    // check_gpu passes has this function, which is of CUDA 12.0.
     CUDA_CHECK(cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
     CUBLAS_CHECK(cublasLtCreate(&ctx->lt));
     CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&ctx->encode_tiled, 12000,

@@ -22,7 +22,7 @@ typedef struct Packed {
     uint8_t *q, *scale;
 } Packed;
 
-// How the elements of a block get their scale: the format's rule of rounding it, and how many share it.
+// The format's rule of rounding a scale, and how many elements share one (in MXFP8 1 means a block of 32).
 typedef struct Recipe {
     int32_t scale, align;
 } Recipe;
@@ -51,7 +51,7 @@ typedef struct Draw {
 
 struct Format {
     Recipe recipe;       // of the functions below
-    double bf16_blocks;  // the share of the model's blocks, the last ones, whose GEMMs stay in floatX
+    double bf16_blocks;  // the share of blocks, the last ones, whose GEMMs stay in floatX; only without a packed form
 
     // Fake quantization of x (capacity, columns), in place or not: in blocks along the rows, or with by_column 1 down
     // the columns of each group. Without starts (NULL) all rows are one group. A format of weights alone: NULL.

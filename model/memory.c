@@ -107,8 +107,8 @@ static bool find_fitting(Settings* found, const Settings* s, int rank, size_t av
     return best < INFINITY;
 }
 
-// Options that would fit, as they are given, or that none does, in fresh memory. Without --tokens-per-step another
-// --batch would change the tokens of a step.
+// The options that would fit, as on the command line, or that none does, in fresh memory. Without --tokens-per-step
+// another --batch would change the tokens of a step.
 static char* what_fits(const Settings* s, int rank, size_t available, Backend build) {
     Settings found;
     if (!find_fitting(&found, s, rank, available, build))

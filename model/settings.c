@@ -83,7 +83,7 @@ const Option settings_table[] = {
     TEXT("data", "val", val, FREE_COMMON, "validation shards (glob)"),
     TEXT("data", "eval", eval, FREE, "multiple-choice questions (glob), from scripts/prepare_eval.py"),
     TEXT("data", "tokenizer", tokenizer, FREE,
-         "tokenizer file; none: NAME_tokenizer.bin beside the shards, else bytes"),
+         "tokenizer file; none: NAME_tokenizer.bin next to the shards, else bytes"),
     WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 20, FIXED_COMMON, "tokens of a sequence"),
     WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE_COMMON, "sequences per rank and micro-step"),
     WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED_COMMON,

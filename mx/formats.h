@@ -29,7 +29,7 @@ typedef enum {
     FORMAT_MXFP4_WEIGHTS,
     FORMATS
 } FormatId;
-// id: a FormatId; scale_rule: a MxScale. FORMAT_BF16: NULL, which is floatX.
+// id: a FormatId; scale_rule: an MxScale. FORMAT_BF16: NULL, which is floatX.
 const Format* format_of_id(int64_t id, int64_t scale_rule);
 
 extern const PackedGemms mxfp8_gemms;  // mx/packed_gemms.c

@@ -51,7 +51,7 @@ typedef struct Fp4Work {
     int64_t columns;
     Fp4Blocks blocks;
     Draw draw;
-    QuantizationStats* stats;  // NULL, or += statistics of values to nearest, in place of the values
+    QuantizationStats* stats;  // NULL, or += statistics of values to nearest, instead of the values
 } Fp4Work;
 
 // Rows after the last group are not written. No element is `inexact`, because each block has a scale of its own.

@@ -41,7 +41,7 @@
 #include "linear/format.h"
 
 typedef enum { MX_RCEIL, MX_FLOOR } MxScale;
-// scale: a MxScale. align: 1 or 128; mx_quantize_channels: 128 or 512.
+// scale: an MxScale. align: 1 or 128; mx_quantize_channels: 128 or 512.
 typedef Recipe MxRecipe;
 
 // Elements of a block, of a chunk (align 128), of a 512-row scale group; its least scale byte; the scale byte of NaN.

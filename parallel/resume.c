@@ -1,7 +1,7 @@
 // Lists checkpoints, checks them and loads them. A checkpoint is checked in this order. The first error refuses it, on
 // all ranks with the same reason:
 //
-//   checkpoint_manifest   its CRC-32, its format, the step that it names
+//   checkpoint_manifest   its CRC-32, its format, its options, the step that it names, its number of updates
 //   check_files           the size and CRC-32 of every file; the ranks share the files
 //   load_files            every tensor's name, type and shape; all numbers of this rank's slices are finite
 #include <dirent.h>
@@ -67,12 +67,12 @@ static char* check_values(const Json* json, int64_t step) {
                            "': another version made it; --init can read its weights",
                            format ? format : "");
     if (!options || options->type != JSON_OBJECT || !options->child) return host_strdup("it has no options");
-    // At least one of three consecutive steps is an update. A stage counts on from those before it.
     const int64_t recorded = json_int(json, "step", -1), updates = json_int(json, "updates", -1),
                   before = json_int(options, "updates-before", 0);
-    if (before < 0 || updates < before || updates - before < recorded / 3 || updates - before > recorded)
-        return host_strdup("its number of updates is out of range");
     if (recorded != step) return host_format("it is of step %ld; the folder was renamed", recorded);
+    // At least one of three consecutive steps is an update. A stage counts on from those before it.
+    if (before < 0 || updates < before || updates - before < step / 3 || updates - before > step)
+        return host_strdup("its number of updates is out of range");
     return NULL;
 }
 

@@ -31,8 +31,9 @@ void evaluate_tokenizer(const char* option, const char* path, const Settings* s,
     if (!*path) return;
     Tokenizer* other = tokenizer_open(path);
     if (tokenizer_size(other) != tokenizer_size(tokenizer))
-        die(EXIT_USAGE, "%s: the tokenizer %s has %d tokens, the one here (%s) %d: they are not the same", option, path,
-            tokenizer_size(other), *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer));
+        die(EXIT_USAGE, "%s: the tokenizer %s has %d tokens, the one here (%s) %d: they are not the same%s", option,
+            path, tokenizer_size(other), *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer),
+            *s->tokenizer ? "" : "; --tokenizer names one for all data");
     tokenizer_close(other);
 }
 

@@ -122,4 +122,4 @@ def add_tokenizer(writer, step, config):
     except Failure as failure:
         raise Failure(f"{path}: {failure}") from failure
     except (AttributeError, TypeError, ValueError, LookupError) as error:
-        raise Failure(f"{path}, or tokenizer_config.json beside it, is not as `tokenizers` writes it: {error}") from error
+        raise Failure(f"{path}, or tokenizer_config.json next to it, is not as `tokenizers` writes it: {error}") from error

@@ -171,6 +171,7 @@ class Checkpoints(Case):
         for change, words in ((dict(window=-1), "its window is -1, that of the step is 40"),
                               (dict(window=2**63 - 1), "its window is 9223372036854775807, that of the step is 40"),
                               (dict(window=41), "its window is 41"), (dict(window=None), "its window is -1"),
+                              (dict(step=19), "it is of step 19; the folder was renamed"), (dict(step=None), "it is of step -1"),
                               (dict(updates=-1), "its number of updates is out of range"),
                               (dict(updates=21), "its number of updates"), (dict(updates=5), "its number of updates"),
                               (dict(bytes=2**62), f"bytes long, the manifest says {2**62}"),
