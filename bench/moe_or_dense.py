@@ -104,7 +104,8 @@ def main():
             return
         folder.mkdir(parents=True, exist_ok=True)
         common = ["--train", args.train, "--val", args.val, "--model", args.model, "--batch", str(args.batch), "--seq-len",
-                  str(args.seq_len), "--steps", str(steps), "--lr", "1e-3", "--warmup", str(max(1, steps // 20)), "--optimizer", "muon", "--val-every", str(max(1, steps // args.validations)), "--val-tokens", "1048576"]
+                  str(args.seq_len), "--steps", str(steps), "--lr", "1e-3", "--warmup", str(max(1, steps // 20)),
+                  "--optimizer", "muon", "--val-every", str(max(1, steps // args.validations)), "--val-tokens", "1048576"]
         if model == TORCH:
             vocab = json.loads(next(open(folder_of("dense", args.tokens[0], rate, 1) / "log.jsonl", encoding="utf-8")))["vocab"]
             command = [sys.executable, str(ROOT / "bench/torch_gpu.py"), *common, *args.dense.split(), "--vocab", str(vocab),
@@ -158,9 +159,10 @@ def main():
         model, tokens = key
         cells = [model, f"{tokens / 1e6:.4g}M", ", ".join(f"{run.points[-1][1]:.4f}" for run in runs[key]),
                  ", ".join(f"{run.points[-1][0]:.1f}" for run in runs[key]), "", "", ""]
-        if model == "dense" and needed(tokens):
-            took = needed(tokens) / tokens * mean("MoE", tokens, place=0)
-            cells[4:] = f"{needed(tokens) / 1e6:.1f}M", f"{took:.1f}", f"{took / mean(*key, place=0):.2f}"
+        met = needed(tokens) if model == "dense" else None
+        if met:
+            took = met / tokens * mean("MoE", tokens, place=0)
+            cells[4:] = f"{met / 1e6:.1f}M", f"{took:.1f}", f"{took / mean(*key, place=0):.2f}"
         print(f"| {' | '.join(cells)} |")
 
     # The picture, without the first fifth of each curve.
@@ -169,7 +171,7 @@ def main():
     lines = [runs[shown[name]][0].points for name in names]
     panel = Panel("validation loss, nats a token", [Curve([], line, line) for line in lines],
                   shown=[loss for line in lines for _, loss in line[len(line) // 5:]])
-    title = "; ".join(f"{name}: {line[-1][1]:.3f} nats after {line[-1][0]:.0f} s" for name, line in zip(names, lines))
+    title = ", ".join(f"{name} {line[-1][1]:.3f} after {line[-1][0]:.0f} s" for name, line in zip(names, lines))
     picture = draw_svg([panel], names, "seconds of training on one GPU", title)
     (out / "moe_or_dense.svg").write_text(picture, encoding="utf-8")
 
