@@ -173,11 +173,11 @@ static void read_options(const uint8_t* data, size_t size) {
         assert(isfinite(settings_lr(&s, 1)) && isfinite(settings_lr(&s, s.steps)));
         settings_free(&resumed);
         free(again);
+        json_free(record);
+        free(json);
         if (s.model.L <= 4 && s.ranks <= 64 && BEGINS_TO_READ)
             memory_report(&s, 1);  // ends the run if it does not fit
         has_read();
-        json_free(record);
-        free(json);
     }
     settings_free(&s);
 }
