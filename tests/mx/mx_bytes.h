@@ -58,7 +58,7 @@ static inline double oracle_value(uint8_t q, int s) {
 static inline void oracle_quantize(uint8_t* q, uint8_t* scale, const real* x, int64_t rows, int64_t columns,
                                    MxRecipe recipe) {
     const int64_t chunk = recipe.align == 128 ? 128 : 32, stride = (columns / 32 + 15) / 16 * 16;
-    memset(scale, 0, rows * stride);
+    for (int64_t i = 0; i < rows * stride; i++) scale[i] = 0;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c++) {
             int64_t c0 = c / chunk * chunk, n = columns - c0 < chunk ? columns - c0 : chunk;
