@@ -172,7 +172,8 @@ def main():
     panel = Panel("validation loss, nats a token", [Curve([], line, line) for line in lines],
                   shown=[loss for line in lines for _, loss in line[len(line) // 5:]])
     title = ", ".join(f"{name} {line[-1][1]:.3f} after {line[-1][0]:.0f} s" for name, line in zip(names, lines))
-    picture = draw_svg([panel], names, "seconds of training on one GPU", title)
+    legend = [f"{name}, {shown[name][1] / 1e6:.3g}M tokens" for name in names]
+    picture = draw_svg([panel], legend, "seconds of training on one GPU", title)
     (out / "moe_or_dense.svg").write_text(picture, encoding="utf-8")
 
 
