@@ -52,12 +52,13 @@ class Run:
         self.steps = done
 
 
-def tokens_to(loss, ends):
-    """Tokens of a run that ends with `loss`, from {tokens: loss at the end} of others; None outside of them."""
-    ends = sorted(ends.items())
-    for (t0, l0), (t1, l1) in zip(ends, ends[1:]):
+def place_of(loss, losses):
+    """The first place with this loss, over the logarithm of {place: loss}; None if there is none. A place is the tokens of a
+    whole run, or the seconds of a validation."""
+    points = sorted(losses.items())
+    for (p0, l0), (p1, l1) in zip(points, points[1:]):
         if l0 >= loss >= l1:
-            return t0 * (t1 / t0) ** ((l0 - loss) / (l0 - l1))
+            return p0 * (p1 / p0) ** ((l0 - loss) / (l0 - l1))
     return None
 
 
@@ -143,7 +144,7 @@ def main():
 
     # A MoE run that should end where the longest dense run does.
     def needed(tokens):
-        return tokens_to(mean("dense", tokens), {t: mean("MoE", t) for model, t in runs if model == "MoE"})
+        return place_of(mean("dense", tokens), {t: mean("MoE", t) for model, t in runs if model == "MoE"})
 
     same = needed(longest)
     if same:
@@ -171,7 +172,10 @@ def main():
     lines = [runs[shown[name]][0].points for name in names]
     panel = Panel("validation loss, nats a token", [Curve([], line, line) for line in lines],
                   shown=[loss for line in lines for _, loss in line[len(line) // 5:]])
-    title = ", ".join(f"{name} {line[-1][1]:.3f} after {line[-1][0]:.0f} s" for name, line in zip(names, lines))
+    moe, dense = lines[:2]
+    crossing = place_of(dense[-1][1], dict(moe))
+    title = (f"MoE has dense's last loss after {crossing:.0f} s, dense after {dense[-1][0]:.0f} s" if crossing else
+             ", ".join(f"{name} {line[-1][1]:.3f} after {line[-1][0]:.0f} s" for name, line in zip(names, lines)))
     legend = [f"{name}, {shown[name][1] / 1e6:.3g}M tokens" for name in names]
     picture = draw_svg([panel], legend, "seconds of training on one GPU", title)
     (out / "moe_or_dense.svg").write_text(picture, encoding="utf-8")
