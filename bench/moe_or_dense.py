@@ -13,8 +13,8 @@ The table has the validation loss at the end, and the seconds of all steps witho
 tokens and the seconds that MoE needs to the dense model's final loss. They are interpolated over the logarithm of tokens
 between the ends of MoE's own runs, so that each point has a whole schedule of the learning rate. One more MoE run has as
 many tokens as this gives for the longest dense run: it should end at the same loss. The picture OUT/moe_or_dense.svg has
-the validation loss over seconds of that run, of the longest dense run and of PyTorch's. Options after `--` go to both
-models of this program.
+the validation loss over seconds of that run, of the longest dense run and of PyTorch's. Its title says when MoE passes
+dense's last loss, interpolated between validations. Options after `--` go to both models of this program.
 """
 import argparse
 import concurrent.futures
@@ -53,11 +53,11 @@ class Run:
 
 
 def place_of(loss, losses):
-    """The first place with this loss, over the logarithm of {place: loss}; None if there is none. A place is the tokens of a
-    whole run, or the seconds of a validation."""
+    """The first place where {place: loss} falls to this loss, interpolated over its logarithm; None if there is none. A place
+    is the tokens of a whole run, or the seconds of a validation."""
     points = sorted(losses.items())
     for (p0, l0), (p1, l1) in zip(points, points[1:]):
-        if l0 >= loss >= l1:
+        if l0 > loss >= l1:
             return p0 * (p1 / p0) ** ((l0 - loss) / (l0 - l1))
     return None
 
@@ -173,8 +173,8 @@ def main():
     panel = Panel("validation loss, nats a token", [Curve([], line, line) for line in lines],
                   shown=[loss for line in lines for _, loss in line[len(line) // 5:]])
     moe, dense = lines[:2]
-    crossing = place_of(dense[-1][1], dict(moe))
-    title = (f"MoE has dense's last loss after {crossing:.0f} s, dense after {dense[-1][0]:.0f} s" if crossing else
+    passes = place_of(dense[-1][1], dict(moe)) if moe[-1][1] <= dense[-1][1] else None
+    title = (f"MoE passes dense's last loss after {passes:.0f} s; dense needs {dense[-1][0]:.0f} s" if passes else
              ", ".join(f"{name} {line[-1][1]:.3f} after {line[-1][0]:.0f} s" for name, line in zip(names, lines)))
     legend = [f"{name}, {shown[name][1] / 1e6:.3g}M tokens" for name in names]
     picture = draw_svg([panel], legend, "seconds of training on one GPU", title)
