@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Makes the shards of "C code 2" (bench/RESULTS.md) from sources of Debian 12, with the tokenizers package:
 
-    apt-get install linux-source-6.1 && tar xf /usr/src/linux-source-6.1.tar.xz
-    apt-get source ffmpeg git openssl qemu
+    apt-get install linux-source-6.1
+    apt-get source --download-only ffmpeg git openssl qemu
+    for archive in *.orig.tar.?z /usr/src/linux-source-6.1.tar.xz; do tar xf $archive --wildcards '*.c' '*.h'; done
     python3 bench/c_code.py ffmpeg-5.1.9 git-2.39.5 openssl-3.0.22 qemu-7.2.0 linux-source-6.1 --out corpus
 
 A document is a file of C. Files are in random order, so that the first shards are a sample of all. Left out are equal files, those of less
