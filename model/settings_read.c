@@ -148,7 +148,7 @@ Settings settings_read(Settings s, int ranks, const Json* record) {
     if (folder && !stage) take_folder(&s, option, folder);
     if (folder && folder != s.init) set_for_use(&s, folder);
     if (!record) set_for_model(&s);
-    if (!record || stage) check_effect(&s);
+    check_effect(&s);
     if (!record || stage) s.warmup_steps = settings_warmup(&s);
     if (stage) s.updates_before = json_int(stage, "updates", 0);
     find_tokenizer(&s, record != NULL, record || folder);

@@ -100,7 +100,7 @@ class ResumeOptions(Case):
         self.train(out="run", resume=True, steps=22)
 
     def test_another_optimizer(self):
-        """The optimizer changes only by name; state that the old one lacks starts at zero, the rest is kept."""
+        """The optimizer changes only by name; state that the old one lacks starts at zero, the rest is kept. Options of Muon go with Muon."""
         for was, now, new in (("adamw", "muon", "momenta"), ("muon", "adamw", "AdamW moments")):
             out = self.copy_of(self.reference(optimizer=was))
             done = self.train(out="run", resume=True, steps=22, optimizer=now, **({"muon_lr": 1e-3} if now == "muon" else {}))
@@ -109,8 +109,9 @@ class ResumeOptions(Case):
             self.assertEqual(len(curve(out)), 22)
             again = self.train(out="run", resume=True, steps=24, optimizer=None)
             self.assertNotIn("start at zero", again.stdout)
-            self.refused(2, "the run in run was made with --muon-momentum 0.95, not 0.9. ", out="run", resume=True, steps=25, optimizer=None,
-                         muon_momentum=0.9)
+            said = {"muon": "the run in run was made with --muon-momentum 0.95, not 0.9. ",
+                    "adamw": "--muon-lr, --muon-momentum and --muon-expert-steps go with --optimizer muon"}[now]
+            self.refused(2, said, out="run", resume=True, steps=25, optimizer=None, muon_momentum=0.9)
             shutil.rmtree(out)
 
     def test_a_version_before(self):
