@@ -40,6 +40,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         }
     }
 
+    // Sums of the thread block.
     for (int k = 0; k < STATS_SUMS; k++) {
         const double sum = block_sum(((const double*)&sums)[k]);
         if (threadIdx.x == 0) ((double*)&partial[blockIdx.x])[k] = sum;
