@@ -22,9 +22,9 @@ static uint32_t block(const Fp4Work* w, int32_t g, int64_t i, const uint32_t* am
     Fp4Scale s = fp4_is_nv(w->blocks) ? nvfp4_scale(tensor, largest, 6) : mxfp4_scale(w->blocks.scale, largest);
     if (w->blocks.scale == NVFP4_FOUR_SIX) {
         const Fp4Scale four = nvfp4_scale(tensor, largest, 4);
-        double error_6 = 0, error_4 = 0;
-        for (int l = 0; l < lines; l++) error_6 += fp4_error(v[l], n, s), error_4 += fp4_error(v[l], n, four);
-        if (error_4 < error_6) s = four;
+        float gain = 0;
+        for (int l = 0; l < lines; l++) gain += fp4_gain(v[l], n, s, four);
+        if (gain > 0) s = four;
     }
 
     // Its values, also transposed, or their statistics.

@@ -79,13 +79,10 @@ static __global__ void __launch_bounds__(THREADS, HIGH > 16 || WIDE > 16 || USE 
                 Fp4Scale s = N == 16 ? nvfp4_scale(tensor, block, 6) : mxfp4_scale(w.blocks.scale, block);
                 if (N == 16 && w.blocks.scale == NVFP4_FOUR_SIX) {
                     const Fp4Scale four = nvfp4_scale(tensor, block, 4);
-                    const double off_6 = fp4_error(v[l], N, s), off_4 = fp4_error(v[l], N, four);
-                    double error_6 = 0, error_4 = 0;
-                    for (int lane = 0; lane < LANES; lane++) {
-                        error_6 += __shfl_sync(0xffffffffu, off_6, lane, LANES);
-                        error_4 += __shfl_sync(0xffffffffu, off_4, lane, LANES);
-                    }
-                    if (error_4 < error_6) s = four;
+                    const float of_line = fp4_gain(v[l], N, s, four);
+                    float gain = 0;
+                    for (int lane = 0; lane < LANES; lane++) gain += __shfl_sync(0xffffffffu, of_line, lane, LANES);
+                    if (gain > 0) s = four;
                 }
 
                 fp4_values(value[l], v[l], N, WIDE, s, &w, g, {line.row, line.column + l, line.inside, line.own});

@@ -52,25 +52,25 @@ static inline BOTH_SIDES Fp4Scale nvfp4_scale(Fp4Scale s, uint32_t amax, int lar
     return s;
 }
 
-// The value of x. Neighbours in e2m1 are the multiples of a step that grows with |x|. To nearest, ties to even: float32
-// has that step around `large`. At random: to nearest after an offset of less than half a step. NaN may become 6 here:
-// its block's scale is NaN.
-static inline BOTH_SIDES float fp4_value(float x, Fp4Scale s, bool random, float offset) {
+// The value of x over the tensor's factor. Neighbours in e2m1 are the multiples of a step that grows with |x|. To
+// nearest, ties to even: float32 has that step around `large`. At random: to nearest after an offset of less than half
+// a step. NaN may become 6 here: its block's scale is NaN.
+static inline BOTH_SIDES float fp4_rounded(float x, Fp4Scale s, bool random, float offset) {
     const float scaled = x * s.inverse, a = fminf(fabsf(scaled), 6);
     const float power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);  // of 2 steps: 1, 2 or 4
     const float large = power * 0x1.8p22f;
-    const float e2m1 = copysignf((random ? a + power * offset : a) + large - large, scaled);
-    return e2m1 * s.block * s.tensor;
+    return copysignf((random ? a + power * offset : a) + large - large, scaled) * s.block;
 }
 
-// The squared error of a line, to nearest. By fma in double, in order: the same bits on CPU and GPU, and so is the sum
-// over a block's lines, which is in order too.
-static inline BOTH_SIDES double fp4_error(const float* v, int n, Fp4Scale s) {
-    double sum = 0;
+// The squared error of a line with scale a, to nearest, less that with scale b. By fma, in order: the same bits on CPU
+// and GPU, and so is the sum over a block's lines, which is in order too. Squares below float32's range count as 0.
+static inline BOTH_SIDES float fp4_gain(const float* v, int n, Fp4Scale a, Fp4Scale b) {
+    float sum = 0;
     UNROLL
     for (int k = 0; k < n; k++) {
-        const double off = (double)v[k] - fp4_value(v[k], s, false, 0);
-        sum = fma(off, off, sum);
+        const float off_a = fmaf(-fp4_rounded(v[k], a, false, 0), a.tensor, v[k]);
+        const float off_b = fmaf(-fp4_rounded(v[k], b, false, 0), b.tensor, v[k]);
+        sum = fmaf(off_a - off_b, off_a + off_b, sum);
     }
     return sum;
 }
@@ -135,7 +135,7 @@ static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int 
     const BatchDraws* draws = w->draw.batch;
     if (!draws) {
         UNROLL
-        for (int k = 0; k < n; k++) out[k] = fp4_value(v[k], s, false, 0);
+        for (int k = 0; k < n; k++) out[k] = fp4_rounded(v[k], s, false, 0) * s.tensor;
         return;
     }
     const uint64_t row = (uint64_t)(draws->first + line.row), column = (uint64_t)line.column, key = draws->key;
@@ -146,7 +146,7 @@ static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int 
         philox(word, key, w->draw.stream + (uint32_t)g, counter + (uint64_t)k / 8);
         for (int j = 0; j < 8; j++) {
             const uint32_t u = word[j / 2];  // an odd element has the other 16 bits
-            out[k + j] = fp4_value(v[k + j], s, true, e2m1_offset(j % 2 ? u << 16 | u >> 16 : u));
+            out[k + j] = fp4_rounded(v[k + j], s, true, e2m1_offset(j % 2 ? u << 16 | u >> 16 : u)) * s.tensor;
         }
     }
 }
