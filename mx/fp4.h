@@ -9,13 +9,16 @@
 //           value = e2m1(x / (t b)) b t, computed as x * (1 / (t b));  b = 0: value 0
 //   4/6:    the same with 1536 = 6 256 in the place of 2688. A second scale, b = e4m3(amax of the block / 6 * e * 1.5),
 //           turns the block's largest magnitude into 4. A block takes the one with the smaller sum of (x - value)^2,
-//           rounded to nearest. So the choice depends on x alone, and stochastic rounding stays unbiased
+//           rounded to nearest, in float32. So the choice depends on x alone, not on random numbers
 //   MXFP4:  value = e2m1(x 2^(127 - s)) 2^(s - 127)
 //
 // The order of the float32 operations is that of fouroversix 1.0.5 (static_6; 4/6: mse). e2m1 saturates at 6. Nearest:
-// ties go to the even code. Stochastic: up with the probability of the distance from the lower neighbour, to 2^-17. So
-// the mean is x. A block (MXFP4) or tensor (NVFP4) with NaN or Inf becomes NaN. Zeros keep their sign. x is read as
-// float32. On the GPU the value is rounded to bf16: MXFP4's are exact, NVFP4's have up to six bits times t.
+// ties go to the even code. Stochastic rounding: up with the probability of the distance from the lower neighbour, to
+// 2^-17. So the mean is x where e2m1 does not saturate. A block's largest element saturates where e4m3 rounds b down.
+//
+// A block (MXFP4) or tensor (NVFP4) with NaN or Inf becomes NaN. With MX_RCEIL magnitudes from 3.5 2^126 on become Inf.
+// Zeros keep their sign. x is read as float32. On the GPU the value is rounded to bf16: MXFP4's are exact, NVFP4's have
+// up to six bits times t.
 //
 // A tensor of NVFP4 is one group of rows: the tokens of a micro-batch, an expert's rows, or one matrix of a weight.
 //

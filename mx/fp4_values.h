@@ -63,7 +63,8 @@ static inline BOTH_SIDES float fp4_rounded(float x, Fp4Scale s, bool random, flo
 }
 
 // The squared error of a line with scale a, to nearest, less that with scale b. By fma, in order: the same bits on CPU
-// and GPU, and so is the sum over a block's lines, which is in order too. Squares below float32's range count as 0.
+// and GPU, and so is the sum over a block's lines, which is in order too. Squares are outside of float32's range for
+// magnitudes below 1e-20 or above 1e19: there the worse scale may be chosen.
 static inline BOTH_SIDES float fp4_gain(const float* v, int n, Fp4Scale a, Fp4Scale b) {
     float sum = 0;
     UNROLL
