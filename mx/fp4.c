@@ -34,7 +34,7 @@ static uint32_t block(const Fp4Work* w, int32_t g, int64_t i, const uint32_t* am
         for (int k = 0; k < min_i64(n, line.inside); k++) {
             if (w->stats) stats_add(w->stats, v[l][k], v[l][k] * s.inverse, 6, value[k]);
             if (w->out) w->out[(group.first + line.row) * group.columns + line.column + k * step] = value[k];
-            if (w->back) w->back[(g * group.columns + line.column + k) * group.rows + line.row] = value[k];
+            if (w->back) w->back[((int64_t)g * group.columns + line.column + k) * group.rows + line.row] = value[k];
         }
     }
     return largest;

@@ -9,7 +9,7 @@
 //           value = e2m1(x / (t b)) b t, computed as x * (1 / (t b));  b = 0: value 0
 //   4/6:    the same with 1536 = 6 256 in the place of 2688. A second scale, b = e4m3(amax of the block / 6 * e * 1.5),
 //           turns the block's largest magnitude into 4. A block takes the one with the smaller sum of (x - value)^2,
-//           rounded to nearest, in float32. So the choice depends on x alone, not on random numbers
+//           rounded to nearest. So the choice depends on x alone, not on random numbers
 //   MXFP4:  value = e2m1(x 2^(127 - s)) 2^(s - 127)
 //
 // The order of the float32 operations is that of fouroversix 1.0.5 (static_6; 4/6: mse). e2m1 saturates at 6. Nearest:

@@ -52,28 +52,27 @@ static inline BOTH_SIDES Fp4Scale nvfp4_scale(Fp4Scale s, uint32_t amax, int lar
     return s;
 }
 
-// The value of x over the tensor's factor. Neighbours in e2m1 are the multiples of a step that grows with |x|. To
-// nearest, ties to even: float32 has that step around `large`. At random: to nearest after an offset of less than half
-// a step. NaN may become 6 here: its block's scale is NaN.
-static inline BOTH_SIDES float fp4_rounded(float x, Fp4Scale s, bool random, float offset) {
-    const float scaled = x * s.inverse, a = fminf(fabsf(scaled), 6);
-    const float power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);  // of 2 steps: 1, 2 or 4
+// To e2m1. Neighbours are the multiples of a step that grows with |x|. To nearest, ties to even: float32 has that step
+// around `large`. At random: to nearest after an offset of less than half a step. NaN may become 6 here: its block's
+// scale is NaN.
+static inline BOTH_SIDES float fp4_e2m1(float x, bool random, float offset) {
+    const float a = fminf(fabsf(x), 6), power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);  // of 2 steps
     const float large = power * 0x1.8p22f;
-    return copysignf((random ? a + power * offset : a) + large - large, scaled) * s.block;
+    return copysignf((random ? a + power * offset : a) + large - large, x);
 }
 
-// The squared error of a line with scale a, to nearest, less that with scale b. By fma, in order: the same bits on CPU
-// and GPU, and so is the sum over a block's lines, which is in order too. Squares are outside of float32's range for
-// magnitudes below 1e-20 or above 1e19: there the worse scale may be chosen.
+// The squared error of a line, to nearest, with scale a less that with b, over t^2: so its magnitude does not depend on
+// that of v. By fma, in order: the same bits on CPU and GPU, and so is the sum over a block's lines, which is in order
+// too. With a = 0, b > 0 rounds better, because it has a 0 too.
 static inline BOTH_SIDES float fp4_gain(const float* v, int n, Fp4Scale a, Fp4Scale b) {
-    float sum = 0;
+    float sum_a = 0, sum_b = 0;
     UNROLL
     for (int k = 0; k < n; k++) {
-        const float off_a = fmaf(-fp4_rounded(v[k], a, false, 0), a.tensor, v[k]);
-        const float off_b = fmaf(-fp4_rounded(v[k], b, false, 0), b.tensor, v[k]);
-        sum = fmaf(off_a - off_b, off_a + off_b, sum);
+        const float off_a = fmaf(v[k], a.inverse, -fp4_e2m1(v[k] * a.inverse, false, 0));
+        const float off_b = fmaf(v[k], b.inverse, -fp4_e2m1(v[k] * b.inverse, false, 0));
+        sum_a = fmaf(off_a, off_a, sum_a), sum_b = fmaf(off_b, off_b, sum_b);
     }
-    return sum;
+    return a.block > 0 ? fmaf(sum_a, a.block * a.block, -sum_b * (b.block * b.block)) : b.block;
 }
 
 // H S x of 16 elements, in place: a butterfly of sums and differences of quarters, which are exact.
@@ -136,7 +135,7 @@ static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int 
     const BatchDraws* draws = w->draw.batch;
     if (!draws) {
         UNROLL
-        for (int k = 0; k < n; k++) out[k] = fp4_rounded(v[k], s, false, 0) * s.tensor;
+        for (int k = 0; k < n; k++) out[k] = fp4_e2m1(v[k] * s.inverse, false, 0) * s.block * s.tensor;
         return;
     }
     const uint64_t row = (uint64_t)(draws->first + line.row), column = (uint64_t)line.column, key = draws->key;
@@ -147,7 +146,8 @@ static inline BOTH_SIDES void fp4_values(float* out, const float* v, int n, int 
         philox(word, key, w->draw.stream + (uint32_t)g, counter + (uint64_t)k / 8);
         for (int j = 0; j < 8; j++) {
             const uint32_t u = word[j / 2];  // an odd element has the other 16 bits
-            out[k + j] = fp4_rounded(v[k + j], s, true, e2m1_offset(j % 2 ? u << 16 | u >> 16 : u)) * s.tensor;
+            const float offset = e2m1_offset(j % 2 ? u << 16 | u >> 16 : u);
+            out[k + j] = fp4_e2m1(v[k + j] * s.inverse, true, offset) * s.block * s.tensor;
         }
     }
 }

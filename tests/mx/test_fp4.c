@@ -188,6 +188,29 @@ static void test_unbiased(void) {
     ctx_destroy(ctx);
 }
 
+// 2^k x has 2^k times the values of x, at random too: no operation rounds differently. So the choice of 4 or 6 does not
+// depend on the magnitude of x. Its squares would leave the range of float32.
+static void test_magnitudes(void) {
+    Ctx* ctx = ctx_create(0);
+    const BatchDraws draws = {5, 0};
+    const Draw random = {&draws, 9};
+    real *x = random_tensor(COUNT, 4), *scaled = room(COUNT), *out = room(COUNT), *want = room(COUNT);
+    for (int rule = NVFP4_SIX; rule <= NVFP4_FOUR_SIX; rule++)
+        for (int high = 1; high <= 16; high += 15)
+            for (int k = -90; k <= 90; k += 30)
+                for (int at_random = 0; at_random < 2; at_random++) {
+                    const Fp4Blocks blocks = {rule, high, 16, 0};
+                    const Draw draw = at_random ? random : nearest;
+                    for (int i = 0; i < COUNT; i++) scaled[i] = (real)ldexp((double)(float)x[i], k);
+                    round_values(out, NULL, scaled, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
+                    round_values(want, NULL, x, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
+                    for (int i = 0; i < COUNT; i++) want[i] = (real)ldexp((double)want[i], k);
+                    check_same(out, want, COUNT, "2^k x");
+                }
+    free(x), free(scaled), free(out), free(want);
+    ctx_destroy(ctx);
+}
+
 // Each element by its number r = (h + 1/2) 2^-16, of the 16 bits h that (key, stream, element) give: it goes up if its
 // distance from the lower neighbour is above r, by 2^-18 of a step. So every r is half a number from a multiple of
 // 2^-16, and their mean is 1/2. A mean over coins would need 1e11 of them to show this half.
@@ -355,6 +378,7 @@ int main(void) {
     RUN(test_special_values);
     RUN(test_groups);
     RUN(test_unbiased);
+    RUN(test_magnitudes);
     RUN(test_coins);
     RUN(test_draws);
     RUN(test_hadamard);
