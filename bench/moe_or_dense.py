@@ -71,11 +71,11 @@ def main():
     parser.add_argument("--moe", default="--experts 64 --muon-expert-steps 4", help="what makes the MoE of it")
     parser.add_argument("--dense", default="--dense-layers 8 --dense-ffn 1944", help="what makes the dense model of it")
     parser.add_argument("--tokens", type=float, nargs="+", default=[100e6, 300e6], help="of a run; the first for the rates")
-    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3, 4e-3], help="peak learning rates of Muon")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 1.4e-3, 2e-3, 2.8e-3], help="peak learning rates of Muon")
     parser.add_argument("--seeds", type=int, nargs="+", default=[3], help="runs for each number of tokens, or for all")
     parser.add_argument("--gpus", type=int, default=1, help="runs at a time")
     parser.add_argument("--torch", type=int, choices=(0, 1), default=1, help="1: PyTorch's dense model too")
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--validations", type=int, default=20)
     own, more = (sys.argv[1:], []) if "--" not in sys.argv else (
