@@ -1,7 +1,7 @@
 #!/bin/sh
 # `medium`, 288 million active of 1.29 billion parameters, on four billion tokens, one H100 or H200 (its first steps ran). Started again it resumes.
 # usage: scripts/recipes/medium.sh [train_moe options]     --train, --val and --tokenizer replace FineWeb-Edu
-# The settings are those of `small`, whose sweeps they follow (docs/log.md). A step takes 0.52 s on an H100 (bench/h100.md): four and a half hours.
+# The settings follow the preset `small` and its sweeps (docs/log.md). A step takes 0.52 s on an H100 (bench/h100.md): four and a half hours.
 set -eu
 build=cuda
 shards=40
