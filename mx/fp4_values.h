@@ -52,11 +52,11 @@ static inline BOTH_SIDES Fp4Scale nvfp4_scale(Fp4Scale s, uint32_t amax, int lar
     return s;
 }
 
-// To e2m1. Neighbours are the multiples of a step that grows with |x|. To nearest, ties to even: float32 has that step
-// around `large`. At random: to nearest after an offset of less than half a step. NaN may become 6 here: its block's
-// scale is NaN.
+// To e2m1. Neighbours are the multiples of a step that grows with |x|: half of `power`, which is 1, 2 or 4. To nearest,
+// ties to even: float32 has that step around `large`. At random: to nearest after an offset of less than half a step.
+// NaN may become 6 here: its block's scale is NaN.
 static inline BOTH_SIDES float fp4_e2m1(float x, bool random, float offset) {
-    const float a = fminf(fabsf(x), 6), power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);  // of 2 steps
+    const float a = fminf(fabsf(x), 6), power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);
     const float large = power * 0x1.8p22f;
     return copysignf((random ? a + power * offset : a) + large - large, x);
 }
