@@ -32,6 +32,7 @@ EXPERT, DISPATCH, COMBINE, WGRAD, LINEAR = (f"--{name}-precision mxfp8" for name
                                             ("expert", "dispatch", "combine", "wgrad", "linear"))
 EXPERT_EXACT, LINEAR_EXACT = f"{EXPERT}-exact", f"{LINEAR}-exact"
 FAST, EXACT = "--precision mxfp8", "--precision mxfp8-exact"
+ADAMW, MTP, NVFP4, MXFP4 = "--optimizer adamw", "--mtp 1", "--precision nvfp4", "--precision mxfp4"
 DEEPSEEK_V3 = "--q-lora 32 --groups 4 --top-groups 2 --route-scale 2.5"
 DEEPSEEK_V2 = "--q-lora 32 --groups 4 --top-groups 2 --score softmax --route-norm 0 --route-scale 16 --shared-experts 2"
 
@@ -56,6 +57,11 @@ CPU_RUNS = {
     "all exact": (1, f"{EXACT} --mx-scale floor"),
     "all fast": (1, f"{FAST} --recompute moe"),
     "all fast, no shared expert": (1, f"{FAST} --shared-experts 0"),
+    "adamw": (1, ADAMW),
+    "mtp": (1, MTP),
+    "nvfp4": (1, f"{NVFP4} --mx-stats 2"),
+    "mxfp4": (1, f"{MXFP4} --recompute moe --mx-stats 2"),
+    "mxfp4 weights": (1, f"{MXFP4}-weights"),
     "2 ranks": (2, "--shard optimizer"),
     "4 ranks": (4, "--shard grads --aux-loss 0.02"),
     "4 ranks, weights": (4, "--shard weights --recompute block"),
@@ -67,6 +73,7 @@ CPU_RUNS = {
     "ep 2, combine": (2, f"--ep 2 {COMBINE}"),
     "ep 2, expert exact": (2, f"--ep 2 {EXPERT_EXACT} --recompute block"),
     "ep 2, expert fast": (2, f"--ep 2 {EXPERT}"),
+    "ep 2, nvfp4": (2, f"--ep 2 {NVFP4}"),
     "ep 4, usual fast": (4, f"--ep 4 {EXPERT} {DISPATCH} --shard optimizer"),
     "ep 4, all exact": (4, f"--ep 4 {EXACT} --recompute moe"),
     "ep 4, all fast": (4, f"--ep 4 {FAST} --recompute moe --mx-stats 2 --shard weights"),
@@ -79,6 +86,11 @@ CUDA_RUNS = {  # {ep} is the number of ranks
     "usual fast": f"--ep {{ep}} {EXPERT} {DISPATCH} --mx-stats 2",
     "all fast": f"--ep {{ep}} {FAST} --recompute block --shard weights",
     "all exact": f"--ep {{ep}} {EXACT} --mx-stats 3",
+    "adamw": f"--ep {{ep}} {ADAMW}",
+    "mtp": f"--ep {{ep}} {MTP}",
+    "nvfp4": f"--ep {{ep}} {NVFP4} --mx-stats 2",
+    "mxfp4": f"--ep {{ep}} {MXFP4}",
+    "mxfp4 weights": f"--ep {{ep}} {MXFP4}-weights",
 }
 
 
