@@ -84,7 +84,7 @@ CUDA   = build/cuda
 # What this machine can run.
 RUNNABLE = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
-.PHONY: FORCE help all cpu cuda train sheet test test-all test-build cuda-test-build bench docs fuzz torture clean probe format check-host
+.PHONY: FORCE help all cpu cuda train sheet test test-all test-slow test-skipped test-build cuda-test-build bench docs fuzz torture clean probe format check-host
 # The probe's lines come before the compiler's, also with -j.
 all: probe
 	@$(MAKE) --no-print-directory cpu $(if $(HAVE_NVCC),cuda)

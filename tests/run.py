@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Runs tests and adds up: python3 tests/run.py [--part fast|slow] [--program TRAIN_MOE]... [--skip NAME]... [--ranks N C_TEST]...
-    [--alone C_TEST]... [C_TEST | PYTHON_TEST]...
+    [--alone C_TEST]... [--list-skipped FILE] [C_TEST | PYTHON_TEST]...
 
 C tests are named by path. Those with --ranks run on N ranks where there is an mpirun, else on one. The Python tests are
 tests/*/test_*.py, or the PYTHON_TESTs alone, named by path or by their path in tests/ (model/test_resume.py). A test needs
@@ -117,6 +117,7 @@ def main():
     parser.add_argument("--skip", action="append", default=[])
     parser.add_argument("--alone", action="append", default=[], metavar="C_TEST", help="it measures times: run by itself")
     parser.add_argument("--ranks", nargs=2, action="append", default=[], metavar=("N", "C_TEST"))
+    parser.add_argument("--list-skipped", metavar="FILE", help="gets the names of the Python files with a skipped test")
     parser.add_argument("tests", nargs="*")
     options = parser.parse_intermixed_args()
     named = [path for path in options.tests if path.endswith(".py")]
@@ -147,6 +148,10 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         waiting = [pool.submit(run, name, command, options.timeout, options.jobs, program) for name, command, program in tests]
         results = [test.result() for test in waiting]
+    if options.list_skipped:
+        skipping = {command[-1] for (_, command, _), result in zip(tests, results) if result[2] and command[-1].endswith(".py")}
+        with open(options.list_skipped, "w", encoding="utf-8") as file:
+            file.writelines(path + "\n" for path in sorted(skipping))
     results += [run(path, [os.path.abspath(path)], options.timeout, 1, None) for path in options.alone]
     for name, reason in skipped:
         print(f"{name:40}           skipped: {reason}")

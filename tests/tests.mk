@@ -22,13 +22,19 @@ test:
 	@sh scripts/setup.sh
 	@$(MAKE) --no-print-directory probe
 	@$(MAKE) --no-print-directory -j$(JOBS) test-build $(if $(HAVE_GPU),cuda-test-build)
-	@$(run_tests) $(if $(HAVE_GPU),,--part fast) $(TESTS:%=$(CPU)/%) $(TESTS_NOW_F64:%=$(DOUBLE)/%) \
+	@$(run_tests) --list-skipped build/skipped $(if $(HAVE_GPU),,--part fast) $(TESTS:%=$(CPU)/%) $(TESTS_NOW_F64:%=$(DOUBLE)/%) \
 	    $(foreach t,$(TESTS_CUDA),$(if $(HAVE_GPU),$(if $(filter $t,$(TEST_ALONE)),--alone),--skip) $(CUDA)/$t) \
 	    $(TESTS_RANKS:%=--ranks 4 $(CPU)/%) $(TESTS_RANKS_F64:%=--ranks 4 $(DOUBLE)/%) \
 	    $(TESTS_CUDA_RANKS:%=$(if $(HAVE_GPU),--ranks $(GPUS),--skip) $(CUDA)/%)
+# On a machine with a GPU, make test has run the slow part.
 test-all: test
-	@$(if $(HAVE_GPU),:,$(MAKE) --no-print-directory -j$(JOBS) $(TESTS_SLOW_F64:%=$(DOUBLE)/%) && \
-	    $(run_tests) --part slow $(TESTS_SLOW_F64:%=$(DOUBLE)/%))
+	@$(if $(HAVE_GPU),:,$(MAKE) --no-print-directory test-slow)
+test-slow:
+	@$(MAKE) --no-print-directory -j$(JOBS) $(CPU)/train_moe $(TESTS_SLOW_F64:%=$(DOUBLE)/%)
+	@$(run_tests) --part slow $(TESTS_SLOW_F64:%=$(DOUBLE)/%)
+# Again the Python files of which make test skipped a test, after the packages that they need were installed.
+test-skipped:
+	@if [ -s build/skipped ]; then $(run_tests) $$(cat build/skipped); else echo "make test skipped no Python test"; fi
 test-build: $(CPU)/train_moe $(CPU)/tests/model/libtorture.so $(CPU)/tests/data/encode $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) \
             $(addprefix $(DOUBLE)/,$(TESTS_NOW_F64) $(TESTS_RANKS_F64))
 cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))

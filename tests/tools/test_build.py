@@ -228,6 +228,20 @@ class Run(unittest.TestCase):
         self.assertTrue(done.stdout.endswith("\n2 passed, 0 failed, 1 skipped\n"), done.stdout)
         self.assertTrue(one.stdout.endswith("\n2 passed, 0 failed, 0 skipped\n"), one.stdout)
 
+    def test_what_was_skipped_is_listed(self):
+        """So that it runs again once the packages are there; a slow file is not in `make test`, and a C test has none."""
+        with tempfile.TemporaryDirectory(prefix="test_build_") as folder:
+            shutil.copy(ROOT / "tests/run.py", folder)
+            folder = pathlib.Path(folder)
+            for name, skipped in (("a", 0), ("b", 1)):
+                (folder / f"test_{name}.py").write_text(f"print('2 passed, 0 failed, {skipped} skipped')\n")
+            (folder / "test_slow.py").write_text("SLOW = True\nprint('0 passed, 0 failed, 1 skipped')\n")
+            (folder / "test_c").write_text("#!/bin/sh\necho 0 passed, 0 failed, 1 skipped\n")
+            (folder / "test_c").chmod(0o755)
+            subprocess.run([sys.executable, folder / "run.py", "--part", "fast", "--list-skipped", folder / "list", folder / "test_c"],
+                           check=True, capture_output=True)
+            self.assertEqual((folder / "list").read_text(), f"{folder}/test_b.py\n")
+
 
 class Profile(unittest.TestCase):
     def test_kernels_have_a_class(self):
