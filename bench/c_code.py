@@ -18,6 +18,9 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import least_python  # noqa: E402,F401
+
 END = "<|endoftext|>"
 
 

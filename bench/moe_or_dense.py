@@ -28,7 +28,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-
+import least_python  # noqa: E402,F401
 from chart import Curve, Panel, draw_svg  # noqa: E402
 
 MODELS = "MoE", "dense"

@@ -28,6 +28,9 @@ import re
 import sys
 
 BENCH = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(BENCH.parent / "scripts"))
+import least_python  # noqa: E402,F401
+
 PAGES = ["RESULTS", "h200", "h100", "cpu"]
 
 

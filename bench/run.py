@@ -19,6 +19,8 @@ import sys
 import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, "../scripts"))
+import least_python  # noqa: E402,F401
 
 
 def run_ours(program, folder, threads, steps, turn):

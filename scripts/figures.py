@@ -6,6 +6,8 @@ Figures of structure are drawn here. Figures of data come from runs of `tiny` ma
 cores), from bench/results.jsonl and from bench/billion. All are SVG. Those of docs/ are 480 wide, with letters of at
 least 13, so that they can be read on a phone. Standard library only.
 """
+import script  # noqa: F401  signals end it with one line
+
 import argparse
 import json
 import pathlib

@@ -118,7 +118,8 @@ class TensorBoard:
             return
         self.locks[name] = file = self.stack.enter_context(open(source, "a+b"))
         try:
-            if why := script.lock(file):
+            why = script.lock(file)
+            if why:
                 warn(f"{source} cannot be locked ({why}): another log_to.py would not be noticed")
         except BlockingIOError as error:
             raise Failure(f"{folder}: another log_to.py writes there; wait for its end") from error

@@ -216,7 +216,8 @@ class NewFiles:
         file = open(name + ".tmp", "xb")  # never an existing file, nor the target of a link
         script.unfinished.append(file.name)
         self.files.append((name, file))
-        if (why := script.lock(file)) and len(self.files) == 1:
+        why = script.lock(file)
+        if why and len(self.files) == 1:
             print(f"prepare_text.py: warning: {file.name} cannot be locked ({why}): another run of this --name would not be "
                   "noticed", file=sys.stderr)
         return file

@@ -3,6 +3,8 @@
 SIGINT and SIGTERM end a script with one line and remove its unfinished files. So does a standard output that cannot be
 written, on a full disk. Standard library only.
 """
+import least_python  # noqa: F401
+
 import io
 import os
 import signal

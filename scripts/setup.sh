@@ -5,7 +5,9 @@
 missing=""
 command -v "${CC:-gcc}" >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
 command -v make >/dev/null 2>&1 || missing="$missing make"
-python3 -c 'import gzip, lzma, unittest' 2>/dev/null || missing="$missing python3"
+python=${PYTHON:-python3}
+"$python" -c 'import gzip, lzma, unittest' 2>/dev/null || missing="$missing python3"
+! command -v "$python" >/dev/null 2>&1 || "$python" "${0%/*}/least_python.py" || exit
 
 has() { [ -n "$(sh "${0%/*}/find.sh" "$@")" ]; }
 has zlib zlib.h z || missing="$missing zlib1g-dev"

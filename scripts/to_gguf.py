@@ -141,7 +141,8 @@ def hyperparameters(c):
         keys |= {"expert_group_count": groups, "expert_group_used_count": taken}
 
     # YaRN. llama.cpp has mscale divided by ten, and makes of it what multiplies the softmax.
-    if yarn := c["rope_scaling"]:
+    yarn = c["rope_scaling"]
+    if yarn:
         keys |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(yarn["factor"]),
@@ -162,8 +163,8 @@ class Weights:
         self.step = step
         self.files = weight_map(step)
         # MTP modules, after the last layer: llama.cpp's model has none.
-        beyond = [name for name in self.files if (layer := re.match(r"model\.layers\.(\d+)\.", name))
-                  and int(layer[1]) >= config["num_hidden_layers"]]
+        layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in self.files}
+        beyond = [name for name, layer in layers.items() if layer and int(layer[1]) >= config["num_hidden_layers"]]
         for name in beyond:
             del self.files[name]
         if beyond:

@@ -18,6 +18,9 @@ import unittest
 import zlib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import least_python  # noqa: E402,F401
+
 PROGRAM = os.path.abspath(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe"))
 
 SMALL = dict(layers=2, dim=32, heads=2, kv_lora=16, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=64, experts=4, top_k=2,

@@ -26,6 +26,9 @@ import tempfile
 import time
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(TESTS, "../scripts"))
+import least_python  # noqa: E402,F401
+
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", re.M)
 NEEDS_PROGRAM = re.compile(r"TRAIN_MOE|^(?:import|from) cli\b", re.M)
 ONE_BUILD = re.compile(r"^ONE_BUILD = True", re.M)

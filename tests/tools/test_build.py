@@ -218,12 +218,15 @@ esac
 class Run(unittest.TestCase):
     def test_what_lacks_its_program_is_skipped(self):
         with tempfile.TemporaryDirectory(prefix="test_build_") as folder:
-            shutil.copy(ROOT / "tests/run.py", folder)
+            tests = pathlib.Path(folder, "tests")
+            tests.mkdir()
+            shutil.copy(ROOT / "tests/run.py", tests)
+            tests.with_name("scripts").symlink_to(ROOT / "scripts")
             for name, begins in ("ops/test_alone", ""), ("model/test_program", "import cli\n"):
-                pathlib.Path(folder, name).parent.mkdir()
-                pathlib.Path(folder, f"{name}.py").write_text(begins + "print('2 passed, 0 failed, 0 skipped')\n")
-            done, one = [subprocess.run([sys.executable, f"{folder}/run.py", *named], cwd=cwd, capture_output=True, text=True)
-                         for cwd, named in ((folder, ()), (ROOT, ("ops/test_alone.py",)))]
+                (tests / name).parent.mkdir()
+                (tests / f"{name}.py").write_text(begins + "print('2 passed, 0 failed, 0 skipped')\n")
+            done, one = [subprocess.run([sys.executable, tests / "run.py", *named], cwd=cwd, capture_output=True, text=True)
+                         for cwd, named in ((tests, ()), (ROOT, ("ops/test_alone.py",)))]
         self.assertRegex(done.stdout, r"(?m)^model/test_program\.py +skipped: needs --program$")
         self.assertTrue(done.stdout.endswith("\n2 passed, 0 failed, 1 skipped\n"), done.stdout)
         self.assertTrue(one.stdout.endswith("\n2 passed, 0 failed, 0 skipped\n"), one.stdout)

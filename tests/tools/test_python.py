@@ -1,11 +1,17 @@
 """Rules of all Python files here, by their syntax trees: python3 tests/tools/test_python.py (standard library only)."""
 import ast
+import os
 import pathlib
+import re
 import subprocess
 import sys
+import tempfile
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import least_python  # noqa: E402
+
 FILES = {path.relative_to(ROOT): path.read_text("utf-8") for folder in ("scripts", "bench", "tests", "learn")
          for path in sorted((ROOT / folder).rglob("*.py"))}
 TREES = {path: ast.parse(text, path) for path, text in FILES.items()}
@@ -40,6 +46,31 @@ class Imports(unittest.TestCase):
         wrong = [f"{at} {name}" for at, node in nodes((ast.Import, ast.ImportFrom)) if at.startswith("tests/") and node not in safe
                  for name in modules_of(node) if name in packages]
         self.assertEqual(wrong, [])
+
+
+class LeastPython(unittest.TestCase):
+    def test_one_line_on_an_older_one(self):
+        """On an older Python, what a user starts ends with one line and exit code 2, and so does setup.sh for make."""
+        started = [path for path, text in FILES.items() if path.parts[0] in ("scripts", "bench") and "ArgumentParser(" in text]
+        started = [path for path in started if path.parts[0] == "scripts" or not re.search("^import (torch|numpy)", FILES[path], re.M)]
+        started += map(pathlib.Path, ("tests/run.py", "tests/cli.py"))
+        self.assertGreater(len(started), 15)
+        with tempfile.TemporaryDirectory() as folder:
+            pathlib.Path(folder, "sitecustomize.py").write_text("import sys\nsys.version_info = 3, 8, 20\n", "utf-8")
+            environment = dict(os.environ, PYTHONPATH=folder, PYTHON=sys.executable)
+            for name, command in [("least_python.py", ["sh", "scripts/setup.sh"]), *((path.name, [sys.executable, path]) for path in started)]:
+                done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8")
+                self.assertEqual((done.returncode, done.stdout), (2, ""), f"{command}: {done.stderr}")
+                self.assertRegex(done.stderr, rf"^{name}: error: needs Python \d\.\d+ or later, but [^\n]*\n$")
+        # An old Python reads them whole before it comes to the check.
+        for path in (*started, *map(pathlib.Path, ("scripts/script.py", "scripts/least_python.py"))):
+            ast.parse(FILES[path], path, feature_version=(3, 6))
+
+    def test_this_least_version(self):
+        """No file has syntax of a later Python, and the page names the version."""
+        for path, text in FILES.items():
+            ast.parse(text, path, feature_version=least_python.LEAST)
+        self.assertIn("| Python %d.%d or later" % least_python.LEAST, (ROOT / "docs/building.md").read_text("utf-8"))
 
 
 if __name__ == "__main__":
