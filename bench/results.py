@@ -36,7 +36,7 @@ PAGES = ["RESULTS", "h200", "h100", "cpu"]
 
 def load():
     """The lines of results.jsonl. Numbers keep their digits."""
-    return [json.loads(line, parse_float=decimal.Decimal) for line in (BENCH / "results.jsonl").read_text().splitlines()]
+    return [json.loads(line, parse_float=decimal.Decimal) for line in (BENCH / "results.jsonl").read_text("utf-8").splitlines()]
 
 
 def page_of(line):
@@ -103,7 +103,7 @@ def page(name, lines):
         if line["section"] and page_of(line) == name:
             sections.setdefault(line["section"], []).append(line)
     out, heading = [f"<!-- Made by bench/results.py of results.jsonl and parts/{name}.md: edit those. -->"], None
-    for text in (BENCH / f"parts/{name}.md").read_text().splitlines():
+    for text in (BENCH / f"parts/{name}.md").read_text("utf-8").splitlines():
         heading = text[3:] if text.startswith("## ") else heading
         row = re.match(r"\| (.*) \| (\S+/\S+) \|$", text)
         if text == "{table}":
@@ -123,8 +123,8 @@ def main():
     for name in PAGES:
         path, text = BENCH / f"{name}.md", page(name, lines)
         if not check:
-            path.write_text(text)
-        elif path.read_text() != text:
+            path.write_text(text, "utf-8")
+        elif path.read_text("utf-8") != text:
             sys.exit(f"bench/{name}.md is not up to date: run python3 bench/results.py")
 
 

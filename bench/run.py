@@ -29,14 +29,14 @@ def run_ours(program, folder, threads, steps, turn):
                "--batch", "8", "--optimizer", "adamw", "--steps", str(steps + 5), "--out", out]
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with open(os.path.join(out, "log.jsonl")) as log:
+    with open(os.path.join(out, "log.jsonl"), encoding="utf-8") as log:
         times = [json.loads(line)["ms"] for line in list(log)[6:]]  # without the configuration and five warm-up steps
     return statistics.median(times)
 
 
 def run_torch(threads, steps):
     command = [sys.executable, os.path.join(HERE, "torch_eager.py"), "--threads", str(threads), "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8")
     if done.returncode != 0:
         return None, done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "failed"
     result = dict(item.split("=", 1) for item in done.stdout.splitlines()[-1].split() if "=" in item)

@@ -200,7 +200,7 @@ class Muon:
 def load_weights(model, folder):
     """Loads the weights of a checkpoint. Experts are stacked; other parameters have the names of the model."""
     from safetensors import safe_open
-    files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = json.loads((folder / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]
     opened = {name: safe_open(folder / name, "pt") for name in set(files.values())}
 
     def read(name):
@@ -283,7 +283,7 @@ def main():
     args = parser.parse_args()
 
     # The model.
-    sizes = json.loads((args.init / "config.json").read_text()) if args.init else dict(PRESETS[args.model])
+    sizes = json.loads((args.init / "config.json").read_text("utf-8")) if args.init else dict(PRESETS[args.model])
     sizes["num_hidden_layers"] = args.layers or sizes["num_hidden_layers"]
     sizes["vocab_size"] = args.vocab = args.vocab or sizes["vocab_size"]
     sizes["first_k_dense_replace"] = args.dense_layers or sizes["first_k_dense_replace"]

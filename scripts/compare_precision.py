@@ -85,7 +85,7 @@ def estimate(values, form):
 
 class Run:
     def __init__(self, name, options, seed, data_seed, out):
-        self.name, self.folder, self.seed = name, out / name, seed
+        self.name, self.folder, self.seed = script.text(name), out / name, seed
         self.options = [*options, "--seed", str(seed)]
         if not any(option.split("=")[0] == "--data-seed" for option in options):
             self.options += ["--data-seed", str(data_seed)]
@@ -160,8 +160,8 @@ def ask_to_stop(process, program):
     """The run, and behind a launcher its ranks on this machine: not every mpirun passes the signal on."""
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = stat.read_text(errors="replace").partition("(")[2].rpartition(")")
-            if name == program.name[:15] and int(rest.split()[1]) == process.pid:
+            name, _, rest = stat.read_bytes().partition(b"(")[2].rpartition(b")")
+            if name == os.fsencode(program.name)[:15] and int(rest.split()[1]) == process.pid:
                 os.kill(int(stat.parent.name), signal.SIGUSR1)
         except OSError:  # it ended meanwhile
             pass
@@ -170,7 +170,7 @@ def ask_to_stop(process, program):
 
 def check_precisions(program, runs):
     """The program has the precisions of all runs. So a wrong name does not wait until the runs before it have ended."""
-    told = subprocess.run([program, "--help", "all"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    told = subprocess.run([program, "--help", "all"], stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace")
     choices = dict(re.findall(r"^ *(--(?:\w+-)?precision) (\S+)", told.stdout, re.M))
     for run in runs:
         for option, value in zip(run.options, run.options[1:]):
@@ -347,7 +347,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="compare_precision.py --out FOLDER [options] -- TRAIN_MOE_OPTIONS")
     program = ROOT / "build/cuda/train_moe"
-    if not program.exists() or "GPU" not in subprocess.getoutput("nvidia-smi -L 2>/dev/null"):
+    if not program.exists() or b"GPU" not in subprocess.run("nvidia-smi -L 2>/dev/null", shell=True, stdout=subprocess.PIPE).stdout:
         program = ROOT / "build/cpu/train_moe"
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FOLDER", help="of the runs and the picture")
     parser.add_argument("--precisions", default=PRECISIONS, metavar="NAMES",
@@ -383,7 +383,7 @@ def arguments():
     for name, options in args.sets:
         if name in args.options:
             parser.error(f"--set {name}: there is a set of this name")
-        if not re.fullmatch(r"\w[\w.+-]*", name) or re.search(r"-seed-\d+$", name):
+        if not re.fullmatch(r"\w[\w.+-]*", script.text(name)) or re.search(r"-seed-\d+$", name):
             parser.error(f"--set '{name}': a name has letters, digits and . _ + -, and does not end in -seed-NUMBER")
         try:
             args.options[name] = shlex.split(options)
@@ -433,8 +433,8 @@ def main():
         many = args.seeds if args.all_seeds or name == "bf16" else 1
         folders = {seed: name if seed == args.seed else f"{name}-seed-{seed}" for seed in range(args.seed, args.seed + many)}
         runs = [Run(folder, args.common + options, seed, seed if args.weights else args.seed, args.out) for seed, folder in folders.items()]
-        sets.append(Group(name, runs if args.all_seeds else runs[:1]))
-        seeds += [] if args.all_seeds else [Group(f"{name}, seed {run.seed}", [run]) for run in runs[1:]]
+        sets.append(Group(script.text(name), runs if args.all_seeds else runs[:1]))
+        seeds += [] if args.all_seeds else [Group(f"{script.text(name)}, seed {run.seed}", [run]) for run in runs[1:]]
     groups = sets + seeds
     runs = [run for group in groups for run in group.runs]
     try:
@@ -458,7 +458,7 @@ def main():
         print("Of several seeds: the mean ± its standard error (seeds). Seeds are compared in pairs.")
     config = runs[0].config
     print(f"{runs[0].steps} steps of {config.get('tokens-per-step', '?')} tokens; {config.get('build', '?')}; {config.get('device', '?')}.")
-    print(f"wrote {args.out / 'compare.svg'}")
+    print(f"wrote {script.text(args.out / 'compare.svg')}")
 
 
 if __name__ == "__main__":

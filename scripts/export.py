@@ -50,7 +50,7 @@ def read_json(path):
     try:
         if path.stat().st_size > JSON_BYTES:
             raise Failure(f"{path}: larger than {JSON_BYTES >> 20} MiB")
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise Failure(f"{path}: {error.strerror}; the folder of a whole checkpoint is wanted") from error
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def weight_map(step):
 def check(step):
     """All that was saved is as it was, and is all that is read; the moments are not looked at."""
     path = step / "manifest.json"
-    manifest, (body, _, end) = read_json(path), path.read_text().rpartition(',\n"manifest_crc32": ')
+    manifest, (body, _, end) = read_json(path), path.read_text("utf-8").rpartition(',\n"manifest_crc32": ')
     if manifest.get("format") != FORMAT or end != f"{zlib.crc32(body.encode())}}}\n":
         raise Failure(f"{path}: altered, or not of this version")
     want(manifest, path, "files", "a list of files", lambda files: type(files) is list and all(
@@ -180,7 +180,7 @@ def write(step, out, dtype, copies, experts):
         done += sum(size for *_, size in tensors)
         print(f"{target}: {100 * done / total:.0f} % of {total / 1e9:.2f} GB", file=sys.stderr)
     if len(files) > 1:
-        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n")
+        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n", "utf-8")
 
 
 def warn_untrained(options):
@@ -206,7 +206,7 @@ def export(step, out, dtype, experts):
         warn_untrained(read_json(step / "manifest.json").get("options", {}))
     out.parent.mkdir(parents=True, exist_ok=True)
     with script.in_place(out, create=pathlib.Path.mkdir) as part:
-        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         for name in COPIED:
             if (step / name).exists():
                 shutil.copyfile(inside(step, name), part / name)

@@ -171,7 +171,7 @@ def axes(f, x0, y0, x1, y1, xs, ys, label):
 
 def results(key, value):
     """The lines of bench/results.jsonl in which a field has this value."""
-    lines = [json.loads(line) for line in (ROOT / "bench/results.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (ROOT / "bench/results.jsonl").read_text("utf-8").splitlines()]
     found = [line for line in lines if line[key] == value]
     return found or fail(f"bench/results.jsonl has no {key} {value}")
 
@@ -286,12 +286,12 @@ def main():
             subprocess.run([args.program, "--model", "tiny", "--train", str(shards), "--seq-len", "256", "--batch", "8", "--lr",
                             "3e-3", "--val", shards.with_name("text_val_000000.bin"), "--val-every", "0", "--out", out,
                             *options.split()], check=True, stdout=subprocess.DEVNULL)
-            return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()[1:]]
+            return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()[1:]]
 
         for name, draw in {**drawn, **run}.items():
             if not args.name or name in args.name:
                 path = (args.out or ROOT / ("bench" if draw is compare_billion else "docs")) / f"{name}.svg"
-                path.write_text(str(draw(*([log_of] if name in run else []))))
+                path.write_text(str(draw(*([log_of] if name in run else []))), "utf-8")
                 print(path)
 
 

@@ -29,7 +29,7 @@ trap 'exit 130' INT
 bigram=$("$python" scripts/bigram.py "$corpus/repository_train_000000.bin" "$corpus/repository_val_000000.bin" --val-tokens 1000000)
 validation=$("$python" -c "
 import json, sys
-options, *steps = map(json.loads, open(sys.argv[1]))
+options, *steps = map(json.loads, open(sys.argv[1], encoding='utf-8'))
 if steps[-1]['step'] < options['steps']:
     sys.exit('stopped at step %d of %d; the same command goes on' % (steps[-1]['step'], options['steps']))
 print('%.4f' % steps[-1]['val_loss'])" "$out/log.jsonl")

@@ -133,7 +133,7 @@ class TensorBoard:
             file.flush()
 
     def send(self, name, log, first, _):
-        folder = self.folder / name
+        folder = self.folder / os.fsdecode(name.encode())  # UTF-8 whatever the locale
         if first:
             if self.append(name, self.steps(log, first)):
                 return folder
@@ -256,7 +256,7 @@ def main():
                         help="look for new steps every few seconds (10), until the last step of each run or Ctrl-C")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--tensorboard", type=pathlib.Path, metavar="DIR", help="folder of the runs' event files")
-    where.add_argument("--wandb", metavar="PROJECT")
+    where.add_argument("--wandb", type=script.text, metavar="PROJECT")
     args = parser.parse_args()
     if args.follow is not None and not 0 < args.follow < 1e6:
         parser.error("--follow takes seconds, more than 0")

@@ -213,7 +213,7 @@ def main():
                         help="a level line in the first panel, such as the loss of a bigram model; may be repeated")
     parser.add_argument("--log-y", action="store_true", help="logarithmic vertical axis")
     parser.add_argument("--y-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="show only these values")
-    parser.add_argument("--title", default="")
+    parser.add_argument("--title", type=script.text, default="")
     args = parser.parse_args()
     suffix = args.out.suffix.lower()
     if suffix not in FORMATS:
@@ -221,7 +221,7 @@ def main():
     if args.smooth < 0:
         parser.error("--smooth must be at least 0")
     try:
-        args.baseline = [(name, float(value)) for name, value in args.baseline]
+        args.baseline = [(script.text(name), float(value)) for name, value in args.baseline]
     except ValueError as error:
         parser.error(f"--baseline: {error}")
     if None in [finite(value) for _, value in args.baseline]:

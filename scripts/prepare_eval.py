@@ -228,7 +228,7 @@ def main(arguments=None):
     parser.add_argument("input", metavar="JSONL", help="one example a line")
     parser.add_argument("--out", required=True, metavar="FILE", help="the evaluation file to write")
     parser.add_argument("--tokenizer", default="bytes", metavar="SPEC", help="as in prepare_text.py (bytes)")
-    parser.add_argument("--eot", metavar="TOKEN", help="as in prepare_text.py")
+    parser.add_argument("--eot", type=script.text, metavar="TOKEN", help="as in prepare_text.py")
     parser.add_argument("--labels", metavar="FILE", help="the examples' labels, one a line, instead of the field")
     args = parser.parse_args(arguments)
     try:

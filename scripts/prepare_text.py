@@ -411,7 +411,7 @@ def quoted(word):
     control = r"[\0-\x1f\x7f-\x9f]"
     if not re.search(control, word):
         return shlex.quote(word)
-    return "$'" + re.sub(rf"{control}|['\\]", lambda match: "".join(f"\\x{byte:02x}" for byte in match[0].encode()), word) + "'"
+    return "$'" + re.sub(rf"{control}|['\\]", lambda match: "".join(f"\\x{byte:02x}" for byte in os.fsencode(match[0])), word) + "'"
 
 
 def number(kind, low, high):
@@ -430,7 +430,7 @@ def number(kind, low, high):
 def utf8(text):
     if not text:
         raise argparse.ArgumentTypeError("needs a text")
-    return text.encode()
+    return script.text(text).encode()
 
 
 def main(arguments=None):
@@ -442,9 +442,9 @@ def main(arguments=None):
                         help="bytes, tokenizers:FILE (a tokenizer.json) or tiktoken:NAME (gpt2, ...) (bytes)")
     parser.add_argument("--train-tokenizer", type=number(int, 257, MAX_VOCAB), metavar="N",
                         help="instead: train a byte-level BPE of N tokens on the training text, or on 128 MiB of it")
-    parser.add_argument("--eot", metavar="TOKEN",
+    parser.add_argument("--eot", type=script.text, metavar="TOKEN",
                         help="tokenizers: the end-of-text token, if it has an unusual name")
-    parser.add_argument("--field", help="field with the text in records of .jsonl, .ndjson, .json and .parquet; data.text is "
+    parser.add_argument("--field", type=script.text, help="field with the text in records of .jsonl, .ndjson, .json and .parquet; data.text is "
                         "the field text of the field data (text)")
     parser.add_argument("--json-as-text", action="store_true",
                         help="take .json files as text, as for source code, and not as records, one a line")

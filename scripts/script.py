@@ -1,4 +1,4 @@
-"""How the scripts end at a signal and put files in place. Scripts import it first, because other imports take time.
+"""How the scripts end at a signal, read and print text, and put files in place. Scripts import it first, because other imports take time.
 
 SIGINT and SIGTERM end a script with one line and remove its unfinished files. So does a standard output that cannot be
 written, on a full disk. Standard library only.
@@ -36,6 +36,7 @@ for number in SIGNALS:
     if signal.getsignal(number) != signal.SIG_IGN:  # as in the background of a shell
         signal.signal(number, end)
 
+import codecs  # noqa: E402
 import contextlib  # noqa: E402
 import errno  # noqa: E402
 import fcntl  # noqa: E402
@@ -55,14 +56,26 @@ class Output(io.FileIO):
             os._exit(1)
 
 
+def printable(error):
+    """Bytes of file names as they are; characters that the locale lacks as \\u2026."""
+    error.end = error.start + 1
+    kind = "surrogateescape" if "\udc80" <= error.object[error.start] <= "\udcff" else "backslashreplace"
+    return codecs.lookup_error(kind)(error)
+
+
+codecs.register_error("printable", printable)
 if sys.stdout:
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(Output(1, "w", closefd=False)), sys.stdout.encoding,
-                                  errors="surrogateescape",  # file names may hold any bytes
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(Output(1, "w", closefd=False)), sys.stdout.encoding, errors="printable",
                                   line_buffering=sys.stdout.line_buffering, write_through=sys.stdout.write_through)
 
 
 class Failure(Exception):
     """An error that the user can mend; it has the message."""
+
+
+def text(argument, errors="surrogateescape"):
+    """Text of the command line or of a file's name, in UTF-8 whatever the locale."""
+    return os.fsencode(argument).decode("utf-8", errors)
 
 
 def remove(path):

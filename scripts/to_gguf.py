@@ -256,7 +256,7 @@ def convert(step, out, dtype):
             check(step)
         weights = Weights(step, config)
         with contextlib.closing(gguf.GGUFWriter(part, "deepseek2")) as writer:
-            writer.add_name(out.stem)
+            writer.add_name(script.text(out.stem, "replace"))
             writer.add_file_type(FILE_TYPES[dtype])
             add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
             for key, value in keys.items():

@@ -167,4 +167,5 @@ def main():
 if __name__ == "__main__":
     # A shell's background jobs ignore Ctrl-C, and so do their children. Tests of Ctrl-C could not pass.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout.reconfigure(errors="backslashreplace")  # tests print characters that a locale may lack
     sys.exit(main())

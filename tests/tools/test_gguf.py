@@ -29,6 +29,7 @@ import cli  # noqa: E402
 sys.path.insert(0, str(cli.ROOT / "scripts"))
 import gguf_tokens
 import to_gguf
+from test_script import locales
 
 try:
     import gguf
@@ -292,6 +293,25 @@ class Gguf(cli.Case):
         self.assertFalse(self.bytes_of(release) == before)
         shutil.copy(release / "other.safetensors", step / "model.safetensors")
         self.assertIn("manifest.json does not list model.safetensors", self.convert(step, code=1))
+
+    def test_locales(self):
+        """Releases and GGUF files are the same bytes in every locale; options of the run are no ASCII."""
+        step, _ = self.trained(prompt="Größe ｜")
+        made = []
+        for name, environment in locales(self.dir).items():
+            made.append([])
+            for script, out in ("export.py", "Größe"), ("to_gguf.py", "Größe.gguf"):
+                (self.dir / name).mkdir(exist_ok=True)
+                done = subprocess.run([sys.executable, cli.ROOT / "scripts" / script, step, out.encode()], cwd=self.dir / name, env=environment,
+                                      capture_output=True)
+                self.assertEqual((done.returncode, done.stdout), (0, f"wrote {out}\n".encode()), f"{name}: {done.stderr}")
+            for at, _, files in os.walk(os.fsencode(self.dir / name)):
+                for file in sorted(files):
+                    with open(os.path.join(at, file), "rb") as read:
+                        made[-1].append((file, read.read()))
+        self.assertIn("Größe".encode(), dict(made[0])["Größe.gguf".encode()])
+        for others in made[1:]:
+            self.assertEqual(others, made[0])
 
     def test_warnings(self):
         """Where llama.cpp differs a little, a line says so."""

@@ -1,8 +1,9 @@
-"""Signals and output files of scripts, by scripts/script.py: python3 tests/tools/test_script.py (standard library only).
+"""Signals, output files and locales of scripts, by scripts/script.py: python3 tests/tools/test_script.py (standard library only).
 """
 import json
 import os
 import pathlib
+import shutil
 import signal
 import struct
 import subprocess
@@ -17,6 +18,16 @@ import script  # noqa: E402
 
 NAMES = ("bigram", "compare_precision", "export", "log_to", "make_golden", "make_fp4_golden", "make_mx_golden", "plot_loss", "prepare_eval",
          "prepare_text", "to_gguf")
+
+
+def locales(folder):
+    """{name: variables} of locales: UTF-8, ASCII, and ISO-8859-1 where it can be made in a folder."""
+    found = {"UTF-8": dict(LC_ALL="C", PYTHONUTF8="1"), "ASCII": dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")}
+    if shutil.which("localedef"):
+        subprocess.run(["localedef", "-i", "en_US", "-f", "ISO-8859-1", folder / "en_US"], capture_output=True)
+    if (folder / "en_US").exists():
+        found["ISO-8859-1"] = dict(LOCPATH=str(folder), LC_ALL="en_US", PYTHONUTF8="0")
+    return {name: dict(os.environ, **variables) for name, variables in found.items()}
 
 
 class Case(unittest.TestCase):
@@ -97,6 +108,61 @@ class FullDisk(Case):
                                           stderr=subprocess.PIPE, text=True, timeout=60)
                 said = done.stderr.replace("bf16: finished already\n", "")
                 self.assertEqual((done.returncode, said), (1, f"{name}.py: error: standard output: No space left on device\n"))
+
+
+class Locales(Case):
+    def test_the_same_bytes(self):
+        """Text of the command line, names of files, output and files are the same bytes in every locale."""
+        odd = "Größe … ｜"
+        shard = struct.pack("<3i", 20240520, 1, 4).ljust(1024, b"\0") + struct.pack("<4H", 1, 2, 1, 2)
+        log = json.dumps({"steps": 1, "tokens-per-step": 1, "build": "x"}) + '\n{"step": 1, "loss": 1.5, "val_loss": 2}\n'
+        commands = (
+            ["plot_loss", odd, "--title", odd, "--baseline", odd, "1", "--out", f"{odd}.svg"],
+            ["bigram", f"{odd}/shard.bin", f"{odd}/shard.bin", "--seq-len", "2"],
+            ["prepare_text", f"{odd}/text", "--split-on", "｜", "--val-fraction", "0", "--name", odd, "--out", f"{odd}/new"],
+            ["prepare_text", f"{odd}/in.jsonl", "--field", odd, "--val-fraction", "0", "--out", f"{odd}/field"],
+            ["prepare_eval", f"{odd}/in.jsonl", "--out", f"{odd}/eval.bin"],
+            ["compare_precision", "--program", f"{odd}/shard.bin", "--out", odd, "--only", "Größe", "--set", "Größe", "--y ö", "--seeds", "2",
+             "--all-seeds", "--", "--x"],
+            ["compare_precision", "--help"])
+        seen = {}
+        for name, environment in locales(self.dir).items():
+            folder = os.fsencode(self.dir / name) + b"/"
+            inputs = {"shard.bin": shard, "text": "one｜two｜three", "in.jsonl": json.dumps(
+                {odd: "öä", "context": "ö", "endings": ["ä", "｜"], "label": 0}, ensure_ascii=False)}
+            for run, options in ("", ""), ("bf16", "--x"), ("Größe", "--x --y 'ö'"):
+                for seed, end in (1, ""), (2, "-seed-2"):
+                    inputs |= {f"{run}{end}/log.jsonl": log, f"{run}{end}/options.txt": f"{options} --seed {seed} --data-seed 1\n"}
+            for file, data in inputs.items():
+                path = folder + f"{odd}/{file}".encode()
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "wb") as written:
+                    written.write(data if file == "shard.bin" else data.encode())
+            said = []
+            for script_name, *arguments in commands:
+                done = subprocess.run([sys.executable, SCRIPTS / f"{script_name}.py", *(word.encode() for word in arguments)], cwd=folder,
+                                      env=environment, capture_output=True)
+                self.assertEqual(done.returncode, 0, f"{name}: {script_name} {done.stderr.decode('utf-8', 'backslashreplace')}")
+                printed, _, use = done.stdout.partition(b"use:   ")  # words for a shell
+                said.append((printed, subprocess.run(["bash", "-c", b"printf '%s\\n' " + use], stdout=subprocess.PIPE).stdout))
+            files = {}
+            for at, _, names in os.walk(folder):
+                for file in names:
+                    with open(os.path.join(at, file), "rb") as read:
+                        files[os.path.relpath(os.path.join(at, file), folder)] = read.read()
+            seen[name] = said, files
+        outputs, files = seen["UTF-8"]
+        self.assertIn(b"train: 3 documents", outputs[2][0])
+        self.assertIn("| Größe | 2.00000 ± 0 (2) |".encode(), outputs[5][0])
+        self.assertEqual(files[f"{odd}.svg".encode()].count(odd.encode()), 3)
+        for name, of_locale in seen.items():
+            self.assertEqual(of_locale, (outputs, files), name)
+
+    def test_characters_that_a_locale_lacks(self):
+        """Standard output has them as escapes, and bytes of file names as they are."""
+        code = f"import os, sys; sys.path.insert(0, {str(SCRIPTS)!r}); import script; print('\\u2026' + os.fsdecode(b'\\xff') + '\\u2026')"
+        done = subprocess.run([sys.executable, "-B", "-c", code], env=locales(self.dir)["ASCII"], capture_output=True)
+        self.assertEqual((done.stdout, done.stderr), (b"\\u2026\xff\\u2026\n", b""))
 
 
 class InPlace(Case):
