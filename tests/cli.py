@@ -59,7 +59,7 @@ def read_log(out):
     """(configuration, steps) of out/log.jsonl, which must be strict JSON."""
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
-    first, *steps = [json.loads(line, parse_constant=refuse) for line in (out / "log.jsonl").read_text().splitlines()]
+    first, *steps = [json.loads(line, parse_constant=refuse) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
     return first, steps
 
 
@@ -74,7 +74,7 @@ def checkpoints(out):
 
 
 def manifest(checkpoint):
-    return json.loads((checkpoint / "manifest.json").read_text())
+    return json.loads((checkpoint / "manifest.json").read_text("utf-8"))
 
 
 def write_manifest(checkpoint, record):
@@ -89,7 +89,7 @@ def seal_manifest(checkpoint, record):
     """Writes a changed manifest with a new CRC-32."""
     record.pop("manifest_crc32", None)
     body = json.dumps(record)[:-1]
-    (checkpoint / "manifest.json").write_text(body + ',\n"manifest_crc32": %d}\n' % zlib.crc32(body.encode()))
+    (checkpoint / "manifest.json").write_text(body + ',\n"manifest_crc32": %d}\n' % zlib.crc32(body.encode()), "utf-8")
 
 
 def tensor_start(data, name):

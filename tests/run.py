@@ -134,7 +134,7 @@ def main():
     python = [path if os.path.exists(path) else os.path.join(TESTS, path) for path in named]
     python = python or glob.glob(os.path.join(TESTS, "**", "test_*.py"), recursive=True)
     for path in sorted(python, key=os.path.getsize, reverse=True):
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             text = file.read()
         if options.part and (options.part == "slow") != bool(SLOW.search(text)):
             continue

@@ -112,12 +112,12 @@ def run(program, model, data, out, ranks, options):
                *SAME.split(), "--tokens-per-step", batch * length * STEP_BATCHES, *options.split()]
     if ranks > 1:
         command = [*LAUNCH, "-np", ranks, *command]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run([*map(str, command)], capture_output=True, encoding="utf-8", env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr}")
     untimed = [{key: value for key, value in json.loads(line).items() if key not in ("time", "ms", "tokens_per_s", "mfu", "mem_gib")}
-               for line in (out / "log.jsonl").read_text().splitlines()[1:]]
-    manifest = json.loads((out / "step_00000006/manifest.json").read_text())
+               for line in (out / "log.jsonl").read_text("utf-8").splitlines()[1:]]
+    manifest = json.loads((out / "step_00000006/manifest.json").read_text("utf-8"))
     shutil.rmtree(out)
     return {"log": untimed, "files": {file["name"]: file["crc32"] for file in manifest["files"]}}
 
@@ -132,7 +132,7 @@ def record(args):
         for name, (ranks, options) in runs.items():
             recorded[name] = run(args.program.resolve(), CUDA_MODEL if cuda else CPU_MODEL, scratch, scratch / "out", ranks, options)
             print(f"{name:30} loss {recorded[name]['log'][-1]['loss']:.9g}", flush=True)
-    args.file.write_text(json.dumps(recorded, indent=1))
+    args.file.write_text(json.dumps(recorded, indent=1), "utf-8")
 
 
 def differences(before, after):
@@ -154,7 +154,7 @@ def differences(before, after):
 
 
 def compare(args):
-    before, after = (json.loads(file.read_text()) for file in (args.before, args.after))
+    before, after = (json.loads(file.read_text("utf-8")) for file in (args.before, args.after))
     differ = 0
     for name in sorted(before.keys() | after.keys()):
         lines = list(differences(before[name], after[name])) if name in before and name in after else ["only in one file"]

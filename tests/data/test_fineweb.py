@@ -32,10 +32,10 @@ class Fineweb(unittest.TestCase):
         self.there.mkdir()
         for i, name in enumerate(["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06d}.bin" for i in range(1, 12))]):
             write_shard(self.there / name, range(i, i + 1000))
-        (self.there / "tokenizer.json").write_text("{}")
+        (self.there / "tokenizer.json").write_text("{}", "utf-8")
 
     def get(self, *arguments):
-        done = subprocess.run(["sh", ROOT / "scripts/fineweb.sh", *map(str, arguments)], capture_output=True, text=True,
+        done = subprocess.run(["sh", ROOT / "scripts/fineweb.sh", *map(str, arguments)], capture_output=True, encoding="utf-8",
                               cwd=self.dir, env=dict(os.environ, FINEWEB_URL=self.there.as_uri(), FINEWEB_TOKENIZER_URL=self.there.as_uri()),
                               timeout=60)
         return done.returncode, done.stdout, done.stderr
@@ -53,7 +53,7 @@ class Fineweb(unittest.TestCase):
         self.assertEqual(code, 0, stderr)
         names = ["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06d}.bin" for i in range(1, 11)), "tokenizer.json"]
         self.assertEqual(sorted(os.listdir(self.here)), sorted([*names, "tokenizer_config.json"]))
-        self.assertEqual(json.loads((self.here / "tokenizer_config.json").read_text()), json.loads(config_json(EOT)))
+        self.assertEqual(json.loads((self.here / "tokenizer_config.json").read_text("utf-8")), json.loads(config_json(EOT)))
         self.assertTrue(all(map(self.same, names)))
         self.assertEqual([line for line in stdout.splitlines() if "://" in line],
                          [f"{self.there.as_uri()}/{name}" for name in names])
@@ -117,7 +117,7 @@ class Bigram(unittest.TestCase):
 
     def score(self, *arguments):
         done = subprocess.run([sys.executable, ROOT / "scripts/bigram.py", *map(str, arguments)], cwd=self.dir, capture_output=True,
-                              text=True, timeout=60)
+                              encoding="utf-8", timeout=60)
         return done.returncode, done.stdout, done.stderr
 
     def test_cross_entropy(self):
@@ -129,7 +129,7 @@ class Bigram(unittest.TestCase):
 
     def test_what_is_no_shard(self):
         whole = (self.dir / "good.bin").read_bytes()
-        (self.dir / "text.bin").write_text("words " * 400)
+        (self.dir / "text.bin").write_text("words " * 400, "utf-8")
         (self.dir / "more.bin").write_bytes(whole + b"\0")
         (self.dir / "less.bin").write_bytes(whole[:-2])
         write_shard(self.dir / "empty.bin", [])

@@ -341,9 +341,9 @@ class Refused(Prepare):
 
     def test_full_disk_behind_stdout(self):
         a = self.write("a.txt", b"text\n" * 100)
-        with open("/dev/full", "w") as full:
+        with open("/dev/full", "w", encoding="utf-8") as full:
             done = subprocess.run([sys.executable, os.path.join(SCRIPTS, "prepare_text.py"), a, "--out", self.out], stdout=full,
-                                  stderr=subprocess.PIPE, timeout=60, text=True)
+                                  stderr=subprocess.PIPE, timeout=60, encoding="utf-8")
         self.assertEqual((done.returncode, done.stderr), (1, "prepare_text.py: error: standard output: No space left on device\n"))
         self.assertIn("text_tokenizer.bin", os.listdir(self.out))
 
@@ -462,7 +462,7 @@ class NotFiles(Prepare):
         code = (f"import functools, os, sys; sys.path.insert(0, {SCRIPTS!r}); sys.dont_write_bytecode = True; import prepare_text\n"
                 f"def stop(*_): os.kill(os.getpid(), {int(number)})\n{at}\n"
                 f"sys.argv[0] = 'prepare_text.py'; sys.exit(prepare_text.main({[*arguments, '--out', self.out]!r}))")
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=60)
         return done.returncode, done.stderr
 
     def test_a_signal_ends_it(self):

@@ -78,7 +78,7 @@ class Case(unittest.TestCase):
 
     def write(self, *rows, name="in.jsonl"):
         path = self.dir / name
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
         return path
 
     def run_it(self, *arguments, expect=0):
@@ -137,9 +137,9 @@ class Bytes(Case):
             self.assertEqual(out.read_bytes(), before)
         self.out = self.dir / "out.bin"
         beside = self.dir / "out.bin.tmp"
-        beside.write_text("precious")
+        beside.write_text("precious", "utf-8")
         self.assertIn(f"error: {beside} is there already; remove it, if a killed run left it\n", self.run_it(path, expect=1))
-        self.assertEqual(beside.read_text(), "precious")
+        self.assertEqual(beside.read_text("utf-8"), "precious")
         beside.unlink()
         for _ in range(2):
             self.run_it(path)
@@ -192,14 +192,14 @@ class Bytes(Case):
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
         done = subprocess.run([sys.executable, SCRIPT, path, "--out", self.out], preexec_fn=limit, capture_output=True,
-                              text=True)
+                              encoding="utf-8")
         self.assertEqual((done.returncode, done.stderr), (1, f"prepare_eval.py: error: {self.out}: File too large\n"))
         self.assertEqual(os.listdir(self.dir), ["in.jsonl"])
 
     def test_a_full_disk_behind_stdout_is_not_the_files_fault(self):
-        with open("/dev/full", "w") as full:
+        with open("/dev/full", "w", encoding="utf-8") as full:
             done = subprocess.run([sys.executable, SCRIPT, self.write(PLAIN), "--out", self.out], stdout=full,
-                                  stderr=subprocess.PIPE, text=True)
+                                  stderr=subprocess.PIPE, encoding="utf-8")
         self.assertEqual((done.returncode, done.stderr), (1, "prepare_eval.py: error: standard output: No space left on device\n"))
         self.assertEqual(len(read(self.out)[1]), 1)
 

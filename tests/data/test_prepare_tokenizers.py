@@ -436,7 +436,7 @@ class Train(Prepare):
         code = (f"import sys; sys.path.insert(0, {SCRIPTS!r}); sys.dont_write_bytecode = True; import prepare_text, text_tokenizers\n"
                 "text_tokenizers.cut_long_words = lambda text: [text]\nsys.argv[0] = 'prepare_text.py'\n"
                 f"prepare_text.main([{path!r}, '--out', {self.out!r}, '--train-tokenizer', '30000'])")
-        with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as trains:
+        with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, encoding="utf-8") as trains:
             try:
                 self.assertIn("training a tokenizer", trains.stderr.readline())
                 time.sleep(1)

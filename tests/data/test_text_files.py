@@ -499,7 +499,7 @@ class Jobs(Prepare):
 
         class Tokenizer(SlowTokenizer):
             def ids(self, texts):
-                open(os.path.join(seen, str(os.getpid())), "w").close()
+                open(os.path.join(seen, str(os.getpid())), "w", encoding="utf-8").close()
                 time.sleep(0.02)
                 return super().ids(texts)
 
@@ -536,7 +536,7 @@ class Tokenizer(test_text_files.SlowTokenizer):
 prepare_text.make_tokenizer, prepare_text.BATCH = lambda *_: Tokenizer(), 2000
 prepare_text.main([{self.corpus()!r}, "--jobs", "2", "--out", {self.out!r}])
 """
-        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as main:
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, encoding="utf-8") as main:
             try:
                 workers = [int(main.stdout.readline()) for _ in range(2)]
             finally:

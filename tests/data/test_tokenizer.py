@@ -106,7 +106,7 @@ class SameIds(unittest.TestCase):
         """The line of ids of each text, and the seconds for all of them."""
         with open(self.path("texts"), "wb") as file:
             file.write(b"".join(text.encode() + b"\0" for text in texts))
-        done = subprocess.run([ENCODE, self.path(name), self.path("texts")], capture_output=True, text=True)
+        done = subprocess.run([ENCODE, self.path(name), self.path("texts")], capture_output=True, encoding="utf-8")
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         *lines, times = done.stdout.splitlines()
         self.assertEqual(len(lines), len(texts))

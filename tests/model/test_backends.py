@@ -40,9 +40,9 @@ class Backends(unittest.TestCase):
     def train(self, program, out, *options):
         """Losses of the steps in the run's log."""
         command = [program, "--train", f"{self.folder}/text_train_*.bin", "--out", self.folder / out, *map(str, options)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8")
         self.assertEqual(done.returncode, 0, done.stderr)
-        return [json.loads(line)["loss"] for line in (self.folder / out / "log.jsonl").read_text().splitlines()[1:]]
+        return [json.loads(line)["loss"] for line in (self.folder / out / "log.jsonl").read_text("utf-8").splitlines()[1:]]
 
     def parted(self, cpu, cuda, first, end):
         """The relative difference of the mean loss of steps first + 1 .. end."""
@@ -83,7 +83,7 @@ class Backends(unittest.TestCase):
     def test_what_kernels_cannot_take(self):
         """Shapes that the kernels cannot take are refused before anything is planned."""
         for options in (("--experts", "514", "--top-k", "2"), ("--experts", "64", "--top-k", "33")):
-            done = subprocess.run([CUDA, "--dry-run", *options], capture_output=True, text=True)
+            done = subprocess.run([CUDA, "--dry-run", *options], capture_output=True, encoding="utf-8")
             self.assertEqual(done.returncode, 2, done.stdout)
             self.assertIn(f"{' '.join(options)}: the CUDA build takes at most 512 and 32", done.stderr)
         subprocess.run([CUDA, "--dry-run", "--experts", "512", "--top-k", "32"], check=True, capture_output=True)

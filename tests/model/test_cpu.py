@@ -30,7 +30,7 @@ char* openblas_get_corename(void) {
 
 
 def processor_has(*features):
-    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     flags = next((line for line in cpuinfo if line.startswith("flags")), "").split()
     return all(feature in flags for feature in features)
 
@@ -48,7 +48,7 @@ class Processors(cli.Case):
             for which, value in limits:
                 resource.setrlimit(which, (value, value))
         return subprocess.run(cli.command(train=self.train_glob, **options), cwd=self.dir, timeout=60,
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=set_limits,
+                              stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", preexec_fn=set_limits,
                               env={**environment, **variables})
 
     def device(self, **options):
@@ -60,7 +60,7 @@ class Processors(cli.Case):
         """(environment, name, arguments, given arguments) of a process that trains."""
         command = [*before, *map(str, cli.command(train=self.train_glob, steps=1000000))]
         environment = {key: value for key, value in cli.environment(2).items() if key not in SET}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
                               env={**environment, **variables}) as program:
             try:
                 for line in program.stdout:
@@ -70,7 +70,7 @@ class Processors(cli.Case):
                 entries = (proc / "environ").read_bytes().decode().split("\0")
                 found = {key: value for key, _, value in (entry.partition("=") for entry in entries) if key in SET}
                 arguments = (proc / "cmdline").read_bytes().decode().split("\0")[:-1]
-                return found, (proc / "comm").read_text().strip(), arguments, command
+                return found, (proc / "comm").read_text("utf-8").strip(), arguments, command
             finally:
                 program.kill()
 
@@ -91,7 +91,7 @@ class Processors(cli.Case):
         if "OpenBLAS" not in self.device():
             self.skipTest("another CBLAS")
         source, library = self.dir / "old.c", self.dir / "old.so"
-        source.write_text(OLD_OPENBLAS)
+        source.write_text(OLD_OPENBLAS, "utf-8")
         subprocess.run([os.environ.get("CC", "gcc"), "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
         best = "SkylakeX" if processor_has(*("avx512" + part for part in ("f", "cd", "bw", "dq", "vl"))) else "Haswell"
         self.assertIn(f"({best} kernels)", self.device(variables={"LD_PRELOAD": str(library)}))

@@ -32,7 +32,7 @@ class Checkpoints(Case):
             return "manifest.json: No such file"
         if fault == "folder is a file":
             shutil.rmtree(checkpoint)
-            checkpoint.write_text("")
+            checkpoint.write_text("", "utf-8")
             return "manifest.json: Not a directory"
         if fault == "entry missing":
             changed = manifest(checkpoint)
@@ -182,9 +182,9 @@ class Checkpoints(Case):
                 write_manifest(out / "step_00000020", {**record, **change})
                 if "bytes" in change:
                     path = out / "step_00000020/manifest.json"
-                    body = path.read_text().partition(',\n"manifest_crc32"')[0]
+                    body = path.read_text("utf-8").partition(',\n"manifest_crc32"')[0]
                     body = re.sub(r'"bytes": \d+', f'"bytes": {json.dumps(change["bytes"])}', body)
-                    path.write_text(body + ',\n"manifest_crc32": %d}\n' % zlib.crc32(body.encode()))
+                    path.write_text(body + ',\n"manifest_crc32": %d}\n' % zlib.crc32(body.encode()), "utf-8")
                 done = self.train(out="run", resume=True, steps=20)
                 self.assertIn("step_00000020 is refused", done.stderr)
                 self.assertIn(words, done.stderr)

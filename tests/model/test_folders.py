@@ -30,7 +30,7 @@ class Links(Case):
         super().setUp()
         self.outside = self.dir / "outside"
         self.outside.mkdir()
-        (self.outside / "thesis.txt").write_text("mine")
+        (self.outside / "thesis.txt").write_text("mine", "utf-8")
         (self.outside / "step_00000001").mkdir()
 
     def check(self, link, target, code=0, out="run", **options):
@@ -65,7 +65,7 @@ class Links(Case):
         self.check("log.jsonl", self.outside / "log.jsonl", 1, resume=True, steps=30)
         (out / "log.jsonl").unlink()
         odd = self.reference() / "log.jsonl"
-        (out / "log.jsonl").write_text("odd\n" + odd.read_text())
+        (out / "log.jsonl").write_text("odd\n" + odd.read_text("utf-8"), "utf-8")
         self.check("log.jsonl.unreadable", self.outside / "thesis.txt", 1, resume=True, steps=30)
 
     def test_old_steps(self):
@@ -121,7 +121,7 @@ class Leftovers(Case):
             out = self.copy_of(self.reference())
             for name in ("step_00000021.tmp", "step_00000007.replaced"):
                 shutil.copytree(out / "step_00000020", out / name / "a/b")
-            (out / "step_00004711.tmp").write_text("")
+            (out / "step_00004711.tmp").write_text("", "utf-8")
             done = self.train(out="run", resume=True, steps=steps)
             if steps == 21:  # before the step: a save may need the space
                 self.assertLess(done.stdout.find("resumed"), done.stdout.find("step 21/21"))
@@ -181,7 +181,7 @@ class LogAndLock(Case):
         ended = self.call(["env", f"LD_PRELOAD={LIBRARY}", f"TORTURE_BELOW={self.dir}/run", f"TORTURE_LOG={log}", *variables,
                            "ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0",  # of a program built with SANITIZE=1
                            *command(train=self.train_glob, out="run", **options)])
-        return [tuple(line.split(" ")[1:3]) for line in log.read_text().splitlines()], ended
+        return [tuple(line.split(" ")[1:3]) for line in log.read_text("utf-8").splitlines()], ended
 
     def test_lines_that_cannot_be_read(self):
         """Unreadable lines are kept aside and reported, and the lines after them stay."""
@@ -207,7 +207,7 @@ class LogAndLock(Case):
                 ["env", f"LD_PRELOAD={LIBRARY}", f"TORTURE_BELOW={self.dir}/run", f"TORTURE_AT={number}", "TORTURE_DO=fail",
                  "ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0",
                  *command(train=self.train_glob, out="run", steps=6, save_every=2, keep=1)],
-                cwd=self.dir, env=environment(), capture_output=True, text=True)
+                cwd=self.dir, env=environment(), capture_output=True, encoding="utf-8")
             self.assertIn("old checkpoints stay", ended.stderr)
             self.assertEqual(ended.returncode, 0, ended.stderr)
             self.assertIn("step_00000006", checkpoints(self.dir / "run"))
@@ -224,7 +224,7 @@ class LogAndLock(Case):
         ended = subprocess.run(["env", f"LD_PRELOAD={LIBRARY}", f"TORTURE_BELOW={self.dir}/run", "TORTURE_AT=fsync", "TORTURE_DO=fail",
                                 "ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0",
                                 *command(train=self.train_glob, out="run", steps=2)],
-                               cwd=self.dir, env=environment(), capture_output=True, text=True)
+                               cwd=self.dir, env=environment(), capture_output=True, encoding="utf-8")
         self.assertEqual(ended.returncode, 1)
         self.assertIn("error: cannot write run/log.jsonl.tmp: Input/output error", ended.stderr)
 
@@ -263,7 +263,7 @@ class LogAndLock(Case):
 
     def test_a_log_without_its_first_line(self):
         out = self.copy_of(self.reference())
-        (out / "log.jsonl").write_text("".join((out / "log.jsonl").read_text().splitlines(True)[1:]))
+        (out / "log.jsonl").write_text("".join((out / "log.jsonl").read_text("utf-8").splitlines(True)[1:]), "utf-8")
         self.train(out="run", resume=True, steps=22)
         self.assertEqual(curve(out), curve(self.reference(22)))
 
@@ -344,27 +344,27 @@ class Processes(Case):
             self.steps_logged(3)
             (self.dir / "run/log.jsonl").unlink()
             self.steps_logged(3)
-            (self.dir / "run/mine").write_text("mine")
+            (self.dir / "run/mine").write_text("mine", "utf-8")
             (self.dir / "run/mine").rename(self.dir / "run/log.jsonl")
             self.steps_logged(3)
             process.send_signal(signal.SIGTERM)
             _, stderr = process.communicate(timeout=60)
         self.assertEqual(process.returncode, 0)
         self.assertEqual(stderr.count("run/log.jsonl was removed or replaced during the run: it is written again"), 2)
-        self.assertEqual((self.dir / "run/log.jsonl.replaced").read_text(), "mine")
+        self.assertEqual((self.dir / "run/log.jsonl.replaced").read_text("utf-8"), "mine")
         last, = checkpoints(self.dir / "run")
         self.assertEqual([line["step"] for line in read_log(self.dir / "run")[1]], list(range(1, int(last[5:]) + 1)))
 
     def test_a_lock_of_another_program(self):
         (self.dir / "run").mkdir()
         for text in ("important", "process data", "process 7 on node1\nmine"):
-            (self.dir / "run/.lock").write_text(text)
+            (self.dir / "run/.lock").write_text(text, "utf-8")
             done = self.train(1, out="run", steps=3)
             self.assertIn("run/.lock is not a lock of this program", done.stderr)
-            self.assertEqual((self.dir / "run/.lock").read_text(), text)
-        (self.dir / "run/.lock").write_text("")
+            self.assertEqual((self.dir / "run/.lock").read_text("utf-8"), text)
+        (self.dir / "run/.lock").write_text("", "utf-8")
         self.train(out="run", steps=3)
-        self.assertEqual((self.dir / "run/.lock").read_text(), "")
+        self.assertEqual((self.dir / "run/.lock").read_text("utf-8"), "")
 
     def test_a_killed_run_holds_no_lock(self):
         with self.start(out="run") as first:

@@ -73,7 +73,7 @@ class Case(cli.Case):
         config = {**SIZES, **config}
         folder = self.dir / name
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), "utf-8")
         torch.manual_seed(3)
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)).float()
         with torch.no_grad():
@@ -103,7 +103,7 @@ class Case(cli.Case):
         for name, value in {**TOKENS, **options}.items():
             line += ["--" + name.replace("_", "-"), value]
         command = (mpirun(ranks) if ranks > 1 else []) + [str(word) for word in line]
-        done = subprocess.run(command, cwd=self.dir, env=cli.environment(), capture_output=True, text=True)
+        done = subprocess.run(command, cwd=self.dir, env=cli.environment(), capture_output=True, encoding="utf-8")
         self.assertEqual(done.returncode, code, done.stdout + done.stderr)
         if code:
             return done.stderr
@@ -144,7 +144,7 @@ class Import(Case):
             config = {k: v for k, v in {**SIZES, **kind}.items() if k not in ("rope_theta", "topk_method")}
             losses = []
             for change in changes:
-                (folder / "config.json").write_text(json.dumps({**config, **change}))
+                (folder / "config.json").write_text(json.dumps({**config, **change}), "utf-8")
                 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
                 losses.append(self.loss_by_transformers(model))
                 self.assertLess(abs(self.evaluated(folder) / losses[-1] - 1), CLOSE, change)
@@ -186,23 +186,23 @@ class Import(Case):
         """Another eps, which the norms of the latents do not have; without the key it is 1e-6."""
         for kind in (V3_FOREIGN, V2_FOREIGN):
             folder, model = self.write_model(kind["model_type"], {**kind, "rms_norm_eps": 0.5})
-            config = json.loads((folder / "config.json").read_text())
+            config = json.loads((folder / "config.json").read_text("utf-8"))
             self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
-            (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "rms_norm_eps"}))
+            (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "rms_norm_eps"}), "utf-8")
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
-            (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2}))
+            (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2}), "utf-8")
             self.assertIn("it means --rms-norm-eps 2, which must be from", self.evaluated(folder, code=2))
 
     def test_a_foreign_model_type(self):
         """architectures decides where the model_type is another's."""
         for kind in (V3_FOREIGN, V2_FOREIGN):
             folder, model = self.write_model(kind["model_type"], kind)
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+            config = json.loads((folder / "config.json").read_text("utf-8"))
+            (folder / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}), "utf-8")
             self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
             for names in (["LlamaForCausalLM"], [], None, "DeepseekV3ForCausalLM", [5]):
-                (folder / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2", "architectures": names}))
+                (folder / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2", "architectures": names}), "utf-8")
                 self.assertIn('"model_type" is neither deepseek_v3 nor deepseek_v2, and "architectures" begins with',
                               self.evaluated(folder, code=2))
 
@@ -226,20 +226,20 @@ class Import(Case):
                     tensors[name][block] = q[block].float() * scales[i, j]
             stored[name], stored[name + "_scale_inv"] = q, scales
         save_file(stored, folder / "model.safetensors")
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text("utf-8"))
         config["quantization_config"] = dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128])
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), "utf-8")
         plain = self.dir / "plain"
         plain.mkdir()
         save_file(tensors, plain / "model.safetensors", metadata=dict(format="pt"))
-        (plain / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
+        (plain / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}), "utf-8")
         decoded = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
         self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(decoded) - 1), CLOSE)
 
     def test_what_does_not_fit(self):
         """A model that does not fit is refused, and the message names its key or tensor."""
         folder, _ = self.write_model("odd", V3_FOREIGN)
-        config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+        config, tensors = json.loads((folder / "config.json").read_text("utf-8")), load_file(folder / "model.safetensors")
         for key, value, words in (("tie_word_embeddings", True, '"tie_word_embeddings" must be false'),
                                   ("hidden_act", "gelu", '"hidden_act" must be "silu"'),
                                   ("hidden_act", "silux", '"hidden_act" must be "silu"'),
@@ -257,30 +257,30 @@ class Import(Case):
                                   ("num_experts_per_tok", 65, "--top-k 65, which must be from 1 to 64"),
                                   ("rope_parameters", dict(rope_type="linear", factor=2.0), '"rope_scaling" is of a type'),
                                   ("quantization_config", dict(quant_method="awq"), '"quantization_config" must be fp8')):
-            (folder / "config.json").write_text(json.dumps({**config, key: value}))
+            (folder / "config.json").write_text(json.dumps({**config, key: value}), "utf-8")
             self.assertIn(words, self.evaluated(folder, code=2))
         for key, values in (("rope_scaling", ("yarn", [], 5, {"type": 5})), ("scoring_func", (5, [])), ("topk_method", (5, [])),
                             ("routed_scaling_factor", (None, "1"))):
             for value in values:
-                (folder / "config.json").write_text(json.dumps({**config, key: value}))
+                (folder / "config.json").write_text(json.dumps({**config, key: value}), "utf-8")
                 self.assertRegex(self.evaluated(folder, code=2), rf'config.json: "({key}|type)" is n')
         for value in (0, -1, 1.5, "x"):
-            (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": value}))
+            (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": value}), "utf-8")
             done = self.call([cli.PROGRAM, "--evaluate", folder, "--val", self.val], 2)
             self.assertIn('config.json: "max_position_embeddings" is no length', done.stderr)
-        (folder / "config.json").write_text(json.dumps({**config, **{f"k{i}": i for i in range(20000)}}))
+        (folder / "config.json").write_text(json.dumps({**config, **{f"k{i}": i for i in range(20000)}}), "utf-8")
         self.assertIn("config.json: File too large", self.evaluated(folder, code=2))
         for value, key in (({**config, "model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method"),
                            ({**config, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": None},
                             "n_group")):
-            (folder / "config.json").write_text(json.dumps({**value, "scoring_func": "softmax"}))
+            (folder / "config.json").write_text(json.dumps({**value, "scoring_func": "softmax"}), "utf-8")
             self.assertIn(f'config.json: "{key}" is', self.evaluated(folder, code=2))
         for twice in ('{"vocab_size": 7, ', '{"rope_scaling": {"type": "yarn", "type": "default"}, '):
-            (folder / "config.json").write_text(twice + json.dumps(config)[1:])
+            (folder / "config.json").write_text(twice + json.dumps(config)[1:], "utf-8")
             self.assertRegex(self.evaluated(folder, code=2), '"(vocab_size|type)" is there twice')
-        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}), "utf-8")
         self.assertRegex(self.evaluated(folder, code=2), r"tensor model\.layers\.2\.\S+ is none of this model's")
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), "utf-8")
         name = "model.layers.1.mlp.experts.7.up_proj.weight"
         for change, words in (({name: None}, f"tensor {name} is missing"),
                               ({name: torch.zeros(2, 2)}, f"tensor {name} is not 48 x 128"),
@@ -326,7 +326,7 @@ class Questions(Case):
         for name, value in options.items():
             line += ["--" + name.replace("_", "-"), value]
         line = (mpirun(ranks) if ranks > 1 else []) + [str(word) for word in line]
-        done = subprocess.run(line, cwd=self.dir, env=cli.environment(), capture_output=True, text=True)
+        done = subprocess.run(line, cwd=self.dir, env=cli.environment(), capture_output=True, encoding="utf-8")
         self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
         return re.findall(r"^(\S+): (\d+) questions, accuracy ([\d.]+), normalised ([\d.]+)$", done.stdout, re.M)
 
@@ -375,7 +375,7 @@ class Questions(Case):
 
     def test_a_file_of_another_tokenizer(self):
         """prepare_eval.py names the tokenizer in the header; training and --evaluate refuse another one."""
-        (self.dir / "in.jsonl").write_text(json.dumps(dict(context="ab", endings=["a", "b"], label=1)) + "\n")
+        (self.dir / "in.jsonl").write_text(json.dumps(dict(context="ab", endings=["a", "b"], label=1)) + "\n", "utf-8")
         subprocess.run([sys.executable, cli.ROOT / "scripts/prepare_eval.py", "in.jsonl", "--out", "made.bin"], cwd=self.dir, check=True,
                        capture_output=True)
         self.assertEqual(len(self.asked("made.bin")), 1)
@@ -388,7 +388,7 @@ class Questions(Case):
 
     def test_losses_that_are_not_finite(self):
         """A weight may be finite and too large for a loss. A comparison with NaN would choose the first ending."""
-        index = json.loads((self.step / "model.safetensors.index.json").read_text())
+        index = json.loads((self.step / "model.safetensors.index.json").read_text("utf-8"))
         path = self.step / index["weight_map"]["model.norm.weight"]
         data = bytearray(path.read_bytes())
         at = cli.tensor_start(data, "model.norm.weight")
@@ -463,12 +463,12 @@ class Export(Case):
         """Files are valid JSON, the index has every tensor, floats look like floats; no package is needed."""
         run = self.trained(yarn=1, q_lora=16)
         step = run / "step_00000008"
-        config, index, manifest = [json.loads((step / name).read_text())
+        config, index, manifest = [json.loads((step / name).read_text("utf-8"))
                                    for name in ("config.json", "model.safetensors.index.json", "manifest.json")]
         self.assertEqual((config["model_type"], config["q_lora_rank"], config["vocab_size"]), ("deepseek_v3", 16, VOCAB))
         self.assertEqual((config["num_nextn_predict_layers"], config["norm_topk_prob"]), (0, True))
-        self.assertIn('"rope_theta": 10000.0,', (step / "config.json").read_text())
-        self.assertIn('"factor": 40.0,', (step / "config.json").read_text())
+        self.assertIn('"rope_theta": 10000.0,', (step / "config.json").read_text("utf-8"))
+        self.assertIn('"factor": 40.0,', (step / "config.json").read_text("utf-8"))
         bytes_of = {}
         for path in step.glob("block_[0-9]*[0-9].safetensors"):
             data = path.read_bytes()
@@ -489,7 +489,7 @@ class Export(Case):
             options = dict(train="words_train_*.bin", vocab=50257, steps=1, out=f"run{end}")
             self.assertIn(f"\ntokenizer  {said}\n", self.train(**options).stdout)
             for name in ("config.json", "generation_config.json"):
-                config = json.loads((self.dir / f"run{end}/step_00000001" / name).read_text())
+                config = json.loads((self.dir / f"run{end}/step_00000001" / name).read_text("utf-8"))
                 self.assertEqual([config["bos_token_id"], config["eos_token_id"]], [end, end])
         cli.write_shard(self.dir / "words_train_000001.bin", [rng.choice(range(1000)) for _ in range(600)])
         write_questions(self.dir / "q.bin", [([1], [[2], [299]], 0)])
@@ -497,7 +497,7 @@ class Export(Case):
 
     def test_what_the_tokenizer_lacks(self):
         text = self.dir / "text"
-        text.write_text("to be or not to be " * 40)
+        text.write_text("to be or not to be " * 40, "utf-8")
         subprocess.run([sys.executable, cli.ROOT / "scripts/prepare_text.py", text, "--out", self.dir / "words"], check=True,
                        capture_output=True)
         for missing, words in ((None, "export +there"), ("_config.json", "_config.json: transformers will not know the end of text"),
@@ -515,7 +515,7 @@ class Export(Case):
                                ("always have a shared expert", dict(shared_experts=0))):
             done = self.train(out=words.split()[0], steps=1, **options)
             self.assertRegex(done.stdout, f"export +transformers cannot compute this model, .* model_type train_moe: .*{words}")
-            config = json.loads((self.dir / words.split()[0] / "step_00000001/config.json").read_text())
+            config = json.loads((self.dir / words.split()[0] / "step_00000001/config.json").read_text("utf-8"))
             self.assertEqual((config["model_type"], "architectures" in config), ("train_moe", False))
             self.assertIn(words, config["train_moe_note"])
 
@@ -536,9 +536,9 @@ class Export(Case):
         """Checkpoints of dense blocks with softmax scores had topk_method noaux_tc."""
         run = self.trained(**MODELS["softmax, dense"])
         step, logged = run / "step_00000008", cli.read_log(run)[1][-1]["val_loss"]
-        config = json.loads((step / "config.json").read_text())
+        config = json.loads((step / "config.json").read_text("utf-8"))
         self.assertEqual(config["topk_method"], "greedy")
-        (step / "config.json").write_text(json.dumps({**config, "topk_method": "noaux_tc"}))
+        (step / "config.json").write_text(json.dumps({**config, "topk_method": "noaux_tc"}), "utf-8")
         cli.write_manifest(step, cli.manifest(step))
         self.assertLess(abs(self.evaluated(step) - logged), 1e-6)
 
@@ -625,7 +625,7 @@ class Export(Case):
             code = (f"import sys; sys.path.insert(0, {str(script.parent)!r}); import export; "
                     f"export.FILE_BYTES = {40000 if files > 1 else 10**9}; sys.exit(export.main())")
             code = "import sys; sys.modules['ml_dtypes'] = None\n" + code  # no required package installs it
-            done = subprocess.run([sys.executable, "-c", code, step, out, "--dtype", dtype], check=True, capture_output=True, text=True)
+            done = subprocess.run([sys.executable, "-c", code, step, out, "--dtype", dtype], check=True, capture_output=True, encoding="utf-8")
             self.assertEqual(done.stdout, f"wrote {out}\n")
             self.assertGreaterEqual(len(list(out.glob("*.safetensors"))), files)
             self.assertEqual(len({path.stat().st_mode for path in out.iterdir()}), 1)
@@ -646,7 +646,7 @@ class Export(Case):
 
         def refused(words, full="unlimited"):
             done = subprocess.run(["sh", "-c", f'ulimit -f {full}; exec "$@"', "sh", sys.executable, script, step, self.dir / "out"],
-                                  capture_output=True, text=True)
+                                  capture_output=True, encoding="utf-8")
             self.assertEqual(done.returncode, 1, done.stderr)
             self.assertRegex(done.stderr, f"^export.py: error: .*{words}.*\n$")
             self.assertEqual(cli.snapshot(self.dir).keys(), before)
@@ -658,10 +658,10 @@ class Export(Case):
             (step / name).write_bytes(whole[:-1] + b"\xff")
             refused(f"{name}: altered")
             (step / name).write_bytes(whole)
-        whole = (step / "manifest.json").read_text()
+        whole = (step / "manifest.json").read_text("utf-8")
         for manifest in (whole.replace('"step": 8', '"step": 9'), "[]"):
             self.assertNotEqual(manifest, whole)
-            (step / "manifest.json").write_text(manifest)
+            (step / "manifest.json").write_text(manifest, "utf-8")
             refused("manifest.json: (altered|not a JSON object)")
         cli.write_manifest(step, {**json.loads(whole), "format": "train_moe checkpoint 1"})
         refused("manifest.json: altered, or not of this version")
@@ -671,7 +671,7 @@ class Export(Case):
                            ([file for file in files if file["name"] != "block_001.safetensors"], "does not list block_001.safetensors")):
             cli.seal_manifest(step, {**json.loads(whole), "files": odd})
             refused(words)
-        (step / "manifest.json").write_text(whole)
+        (step / "manifest.json").write_text(whole, "utf-8")
         os.mkfifo(step / "tokenizer.json")
         before = cli.snapshot(self.dir).keys()
         refused("tokenizer.json: not a file")

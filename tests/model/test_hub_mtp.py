@@ -41,7 +41,7 @@ class Modules(test_hub.Case):
         """Modules are loaded by name; a module that the folder lacks is new; one beyond --mtp is left out."""
         run = self.trained(mtp=2, layers=2)
         step = run / "step_00000008"
-        config, index = [json.loads((step / name).read_text()) for name in ("config.json", "model.safetensors.index.json")]
+        config, index = [json.loads((step / name).read_text("utf-8")) for name in ("config.json", "model.safetensors.index.json")]
         self.assertEqual((config["num_hidden_layers"], config["num_nextn_predict_layers"]), (2, 2))
         names = {"enorm", "hnorm", "eh_proj", "shared_head.norm"}
         for layer in (2, 3):

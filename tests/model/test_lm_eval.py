@@ -46,7 +46,7 @@ class Harness(cli.Case):
         t.add_special_tokens(["<|endoftext|>"])
         t.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(
-            dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|endoftext|>", bos_token="<|endoftext|>")))
+            dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|endoftext|>", bos_token="<|endoftext|>")), "utf-8")
 
     def test_item_by_item(self):
         self.train(out="run", steps=60, vocab=257, seq_len=128)  # the harness cuts longer texts
@@ -62,15 +62,15 @@ class Harness(cli.Case):
         done = self.call([cli.PROGRAM, "--evaluate", step, "--eval", "q_*.bin", "--seq-len", 128])
         ours = [(float(a), float(b)) for a, b in re.findall(r"accuracy ([\d.]+), normalised ([\d.]+)$", done.stdout, re.M)]
 
-        (self.dir / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-        (self.dir / "local.yaml").write_text(TASK % (self.dir / "items.jsonl"))
+        (self.dir / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items), "utf-8")
+        (self.dir / "local.yaml").write_text(TASK % (self.dir / "items.jsonl"), "utf-8")
         done = subprocess.run([sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={step},dtype=float32",
                         "--tasks", "local", "--include_path", self.dir, "--device", "cpu", "--batch_size", "20",
-                        "--log_samples", "--output_path", self.dir / "results"], cwd=self.dir, capture_output=True, text=True,
+                        "--log_samples", "--output_path", self.dir / "results"], cwd=self.dir, capture_output=True, encoding="utf-8",
                        env=dict(os.environ, HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(self.dir / "cache")))
         self.assertEqual(done.returncode, 0, done.stderr)
         samples, = (self.dir / "results").rglob("samples_local_*.jsonl")
-        lines = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda line: line["doc_id"])
+        lines = sorted((json.loads(line) for line in samples.read_text("utf-8").splitlines()), key=lambda line: line["doc_id"])
         self.assertEqual(ours, [(line["acc"], line["acc_norm"]) for line in lines])
         self.assertTrue(20 < sum(a for a, _ in ours) < 180)
 

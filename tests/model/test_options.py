@@ -219,7 +219,7 @@ class BadOptions(Case):
             args = command(**{**dict.fromkeys(SMALL), **sizes, "dry_run": True, "gpu_memory": 10**6,
                               "model": rng.choice(["tiny", "16b", "671b"])})
             with self.subTest(seed=seed):
-                done = subprocess.run(args, capture_output=True, text=True)
+                done = subprocess.run(args, capture_output=True, encoding="utf-8")
                 self.assertIn(done.returncode, (0, 1, 2), f"{args}\n{done.stderr}")
                 self.assertNotIn("runtime error", done.stderr)
                 if done.returncode == 1:
@@ -382,22 +382,22 @@ class TokenizerBesideShards(Case):
         folder = self.dir / "v1.2"
         folder.mkdir()
         shutil.copy(self.beside, folder / "table")
-        (self.dir / "v1.json").write_text('{"of": "something else"}')
+        (self.dir / "v1.json").write_text('{"of": "something else"}', "utf-8")
         self.check("v1.2/table", 300, tokenizer="v1.2/table", out="none")
         self.assertEqual(list(self.dir.glob("none/step_*/tokenizer*")), [])
         (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
         subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
                        capture_output=True)
         config = self.dir / "made/text_tokenizer_config.json"
-        was = config.read_text()
-        config.write_text("")
+        was = config.read_text("utf-8")
+        config.write_text("", "utf-8")
         done = self.train(2, train="made/text_train_*.bin", out="run")
         self.assertIn("--tokenizer: made/text_tokenizer_config.json beside it is empty", done.stderr)
-        config.write_text(was)
+        config.write_text(was, "utf-8")
         self.check("made/text_tokenizer.bin", 257, train="made/text_train_*.bin", out="run")
         for name in ("tokenizer.json", "tokenizer_config.json"):
             copy, = self.dir.glob(f"run/step_*/{name}")
-            self.assertEqual(copy.read_text(), (self.dir / f"made/text_{name}").read_text())
+            self.assertEqual(copy.read_text("utf-8"), (self.dir / f"made/text_{name}").read_text("utf-8"))
 
     def test_init_of_another(self):
         """A model with other tokens than the shards is refused; the folder of a run means its newest step."""
@@ -522,7 +522,7 @@ class BadData(Case):
 
 class OutputFolder(Case):
     def test_cannot_be_a_folder(self):
-        (self.dir / "file").write_text("mine")
+        (self.dir / "file").write_text("mine", "utf-8")
         for out in ("file", "file/run", "/dev/null/x"):
             self.refused(1, f"--out {out} cannot be used as a folder: Not a directory", out=out)
             self.refused(1, f"--out {out} cannot be used as a folder: Not a directory", out=out, resume=True)
@@ -545,7 +545,7 @@ class OutputFolder(Case):
         out = self.dir / "run"
         (out / "deep").mkdir(parents=True)
         for name in ("notes.txt", "step_notes.txt", "step_1.txt", "deep/notes"):
-            (out / name).write_text("mine")
+            (out / name).write_text("mine", "utf-8")
         before = snapshot(out)
         self.train(out="run", steps=4, save_every=1, keep=1)
         self.assertEqual(checkpoints(out), ["deep", "step_00000004"])
@@ -573,7 +573,7 @@ class Reports(Case):
         lines = re.findall(r"(?m)^  --.*$", common)
         self.assertEqual(len(lines), 30)
         self.assertTrue(set(lines) < set(done.stdout.splitlines()))
-        hints = re.findall(r'(?m)^    \{"([\w-]+)",', (ROOT / "device/options.c").read_text())
+        hints = re.findall(r'(?m)^    \{"([\w-]+)",', (ROOT / "device/options.c").read_text("utf-8"))
         self.assertGreater(len(hints), 30)
         self.assertEqual(set(hints) - set(re.findall(r"(?m)^  --(\S+) ", done.stdout)), set())
 
@@ -584,10 +584,10 @@ class Reports(Case):
         step, val = self.dir / "run/step_00000001", self.val_glob
         for args in (["--help"], ["--version"], ["--dry-run"], ["--evaluate", step, "--val", val], ["--sample", step],
                      command(train=self.train_glob, steps=1)[1:]):
-            with open("/dev/full", "w") as full:
-                done = subprocess.run([PROGRAM, *args], stdout=full, stderr=subprocess.PIPE, text=True)
+            with open("/dev/full", "w", encoding="utf-8") as full:
+                done = subprocess.run([PROGRAM, *args], stdout=full, stderr=subprocess.PIPE, encoding="utf-8")
             self.assertEqual((done.returncode, done.stderr.count("error: cannot write the output: ")), (1, 1), args)
-        with open("/dev/full", "w") as full:  # the log has it all
+        with open("/dev/full", "w", encoding="utf-8") as full:  # the log has it all
             done = subprocess.run(command(train=self.train_glob, steps=1, out=self.dir / "log"), stdout=full)
         self.assertEqual(done.returncode, 0)
 
@@ -632,7 +632,7 @@ class Reports(Case):
     def test_no_validation(self):
         done = self.train(steps=2, val=self.val_glob, val_every=0, out="run")
         self.assertNotIn("validation ", done.stdout)
-        self.assertNotIn('"val_loss"', (self.dir / "run/log.jsonl").read_text())
+        self.assertNotIn('"val_loss"', (self.dir / "run/log.jsonl").read_text("utf-8"))
         self.assertIn("validation ", self.train(steps=2, val=self.val_glob, val_every=1).stdout)
 
     def test_dry_run(self):
@@ -683,7 +683,7 @@ class Reports(Case):
     def plan(self, gib, options):
         """A plan for a GPU of `gib` GiB: the options with which it fits, None where nothing does, {} where it does as it is."""
         done = subprocess.run([PROGRAM, "--dry-run", "--gpu-memory", str(gib), *(word for pair in options.items() for word in pair)],
-                              capture_output=True, text=True)
+                              capture_output=True, encoding="utf-8")
         answer, second, *_ = done.stdout.splitlines()
         total, on_gpu = map(float, re.fullmatch(r"memory     (?:fits|does not fit): ([\d.]+) GiB a rank in the CUDA build, ([\d.]+) GiB on the GPU",
                                                 answer).groups())
@@ -745,7 +745,7 @@ class Reports(Case):
 
     def test_predicted_steps(self):
         """The table of predicted steps has this program's predictions; none is off by more than a quarter of the measured time."""
-        table = (ROOT / "bench/h200.md").read_text().partition("## Predicted steps\n")[2].partition("\n## ")[0]
+        table = (ROOT / "bench/h200.md").read_text("utf-8").partition("## Predicted steps\n")[2].partition("\n## ")[0]
         rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| [^|]* \| `(--model [^`]+)` \|$", table, re.M)
         self.assertGreaterEqual(len(rows), 16)
         for measured, predicted, options in rows:

@@ -182,7 +182,7 @@ class ResumeOptions(Case):
     def test_all_manifests_bad(self):
         out = self.copy_of(self.reference())
         for step in (10, 20):
-            (out / f"step_000000{step}/manifest.json").write_text("{}")
+            (out / f"step_000000{step}/manifest.json").write_text("{}", "utf-8")
         before = snapshot(self.dir)
         done = self.alone(code=1)
         for words in ("step_00000010 is refused: ", "step_00000020 is refused: ", "no checkpoint in run is good; nothing was"):
@@ -192,7 +192,7 @@ class ResumeOptions(Case):
     def test_newest_manifest_bad(self):
         """If the newest manifest is bad, the options come from the checkpoint before."""
         out = self.copy_of(self.reference())
-        (out / "step_00000020/manifest.json").write_text("{}")
+        (out / "step_00000020/manifest.json").write_text("{}", "utf-8")
         self.assertIn("warning: resuming from step_00000010, the newest good checkpoint", self.alone().stderr)
         self.assert_same_run(out, self.reference(), 20)
 
@@ -335,7 +335,7 @@ class Resume(Case):
         for tail in ("", '{"step": 21, "loss": 5.0, "gr', '{"step": 21, "loss": 5.0}', "\n\n", "\0\0\0"):
             out = self.copy_of(self.reference())
             shutil.rmtree(out / "step_00000020")
-            with open(out / "log.jsonl", "a") as log:
+            with open(out / "log.jsonl", "a", encoding="utf-8") as log:
                 log.write(tail)
             self.train(out="run", resume=True, steps=12)
             self.assertEqual(curve(out), curve(self.reference())[:12])
@@ -427,7 +427,7 @@ class Signals(Case):
                 if number == signal.SIGINT:
                     os.killpg(process.pid, number)
                 else:
-                    program, = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                    program, = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text("utf-8").split()
                     os.kill(int(program), number)
                 rest, err = process.communicate(timeout=60)
             finally:

@@ -112,10 +112,10 @@ class Stages(Case):
         before = snapshot(old)
         self.stage("--save-every", 3, init="old")
         out = self.dir / "run"
-        log = (out / "log.jsonl").read_text().splitlines(keepends=True)
+        log = (out / "log.jsonl").read_text("utf-8").splitlines(keepends=True)
         for again in ("the same command", "--resume alone", "from the start"):
             shutil.rmtree(out / "step_00000010")
-            (out / "log.jsonl").write_text("".join(log[:10]) + '{"step": 10, "lo')  # as a kill leaves it
+            (out / "log.jsonl").write_text("".join(log[:10]) + '{"step": 10, "lo', "utf-8")  # as a kill leaves it
             if again == "from the start":
                 shutil.rmtree(out / "step_00000009")
             if again == "--resume alone":
@@ -234,7 +234,7 @@ class Stages(Case):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
         done = self.train(1, **stage)
         self.assertIn("--init old/step_00000010: old/step_00000010/block_001.adam.safetensors: altered", done.stderr)
-        (old / "step_00000010/manifest.json").write_text("{}")
+        (old / "step_00000010/manifest.json").write_text("{}", "utf-8")
         self.refused(2, "--init old/step_00000010: old/step_00000010/manifest.json: truncated or altered", **{**stage, "out": "new"})
 
     def test_count_of_updates(self):

@@ -87,7 +87,7 @@ class Case:
         self.out, self.outside, self.spoiled = self.dir / "run", self.dir / "outside", ()
         (self.outside / "folder").mkdir(parents=True)
         for file in ("file", "folder/file", "folder/manifest.json"):
-            (self.outside / file).write_text(file)
+            (self.outside / file).write_text(file, "utf-8")
 
     def start(self, options={}, **torture):
         options = {**dict(train="../train.bin", out="run", resume=True, steps=STEPS, save_every=2), **options}
@@ -99,7 +99,7 @@ class Case:
             line, options = mpirun(2) + line, dict(options, batch=1, ep=2, shard="weights")
         self.torture.counts["runs"] += 1
         environment = dict(cli.environment(), OMPI_MCA_btl_vader_backing_directory=self.torture.dir)  # where ranks leave files
-        return subprocess.Popen(line + cli.command(**options), cwd=self.dir, env=environment, text=True,
+        return subprocess.Popen(line + cli.command(**options), cwd=self.dir, env=environment, encoding="utf-8",
                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                 errors="replace")
 
@@ -169,7 +169,7 @@ class Case:
                          TORTURE_LOG=log)
         self.torture.counts["failing calls"] += 1
         self.torture.counts["failing calls that a run survived"] += ended.code == 0
-        self.about = [line for line in log.read_text().splitlines() if line.endswith("FAILED")]
+        self.about = [line for line in log.read_text("utf-8").splitlines() if line.endswith("FAILED")]
         check(ended.proper, ended)
         check(ended.code or fresh or ended.resumed == 2, "began anew", ended)
         self.check_checkpoints()
@@ -271,7 +271,7 @@ class Torture:
                 case = Case(self, "operations", ranks)
                 case.begin(fresh)
                 case.run(TORTURE_LOG=case.dir / "log")
-                lines = (case.dir / "log").read_text().splitlines()
+                lines = (case.dir / "log").read_text("utf-8").splitlines()
                 self.operations[ranks, fresh] = max(int(line.split()[0]) for line in lines)
 
     def case(self, kind, i, of):

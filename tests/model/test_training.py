@@ -268,7 +268,7 @@ class NotFinite(Case):
             with self.subTest(options):
                 shutil.rmtree(self.dir / "run", ignore_errors=True)
                 done = subprocess.run(command(train=self.train_glob, out=self.dir / "run", clip=0, steps=15, save_every=1,
-                                              keep=99, **{"lr": 1, **options}), capture_output=True, text=True)
+                                              keep=99, **{"lr": 1, **options}), capture_output=True, encoding="utf-8")
                 self.assertIn(done.returncode, (0, 1), done.stderr)
                 self.assertTrue(checkpoints(self.dir / "run"))
                 for path in (self.dir / "run").glob("step_*/*.safetensors"):

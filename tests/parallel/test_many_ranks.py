@@ -38,7 +38,7 @@ def gpus():
     if visible is not None:
         return len([gpu for gpu in visible.split(",") if gpu])
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, encoding="utf-8").stdout
     except OSError:
         return 0
     return len(re.findall(r"^GPU \d", listed, re.M))
@@ -89,14 +89,14 @@ class Process:
         tell = ["sh", "-c", 'echo $$ >"$0/$OMPI_COMM_WORLD_RANK"; exec "$@"', self.pids.name]
         for i, (count, command) in enumerate(parts):
             line += [":"] * (i > 0) + ["-np", str(count)] + tell + [str(word) for word in command]
-        self.out, self.err = (open(folder / name, "w+", errors="replace") for name in ("stdout", "stderr"))
+        self.out, self.err = (open(folder / name, "w+", errors="replace", encoding="utf-8") for name in ("stdout", "stderr"))
         self.mpirun = subprocess.Popen(line, cwd=folder, env=cli.environment(), stdin=subprocess.DEVNULL,
                                        stdout=self.out, stderr=self.err)
         self.began = time.monotonic()
 
     def ranks(self):
         """{rank: process id} of the ranks that have started."""
-        told = {int(file.name): file.read_text() for file in pathlib.Path(self.pids.name).iterdir()}
+        told = {int(file.name): file.read_text("utf-8") for file in pathlib.Path(self.pids.name).iterdir()}
         return {rank: int(pid) for rank, pid in told.items() if pid.endswith("\n")}
 
     def wait_for(self, condition):
@@ -345,7 +345,7 @@ class Faults(Case):
         shutil.copytree(self.reference(), folder / "run")
         shutil.rmtree(folder / "run/step_00000060")
         log = folder / "run/log.jsonl"
-        log.write_text("".join(log.read_text().splitlines(True)[:51]))
+        log.write_text("".join(log.read_text("utf-8").splitlines(True)[:51]), "utf-8")
         before = cli.snapshot(folder / "run")
         run = Process(folder, (RANKS, self.command(resume=True, timeout=60, sample_every=1, sample_tokens=64, **LAYOUT)))
         run.wait_for(lambda: log.read_bytes().count(b"\n") > 52)

@@ -42,7 +42,7 @@ FAULTS = {
 
 def running(pid):
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
@@ -54,7 +54,7 @@ class Run:
     def __init__(self, fault, number, victim):
         pids, lines, began = {}, [], time.monotonic()
         with subprocess.Popen(mpirun(4) + [PROGRAM, fault, str(LIMIT)], stdin=subprocess.DEVNULL,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8") as process:
             too_late = threading.Timer(LIMIT + 30, process.terminate)
             too_late.start()
             for line in process.stdout:

@@ -95,7 +95,7 @@ class Windows(many.Case):
         options = dict(run, out="run", dispatch="windows", capacity=1)
         process = many.Process(self.dir, (RANKS, self.command(**options)))
         log = self.dir / "run/log.jsonl"
-        process.wait_for(lambda: log.exists() and log.read_text().count("\n") > 4)
+        process.wait_for(lambda: log.exists() and log.read_text("utf-8").count("\n") > 4)
         process.fault([1], signal.SIGTERM)
         outcome = process.end()
         self.assertEqual(outcome.code, 0, outcome)
@@ -111,7 +111,7 @@ class Windows(many.Case):
                        **{**RUN, "ep": RANKS, "steps": 3000, "save_every": 0})
         process = many.Process(self.dir, (RANKS, self.command(**options)))
         log = self.dir / "run/log.jsonl"
-        process.wait_for(lambda: log.exists() and log.read_text().count("\n") > 4)
+        process.wait_for(lambda: log.exists() and log.read_text("utf-8").count("\n") > 4)
         process.fault([many.VICTIM], signal.SIGSTOP)
         outcome = process.end()
         self.assertEqual((outcome.code, len(outcome.errors)), (1, 1), outcome)

@@ -28,7 +28,7 @@ class Build(unittest.TestCase):
             if path.name not in (".git", "build"):
                 (self.dir / path.name).symlink_to(path)
         (self.dir / "bin").mkdir()
-        (self.dir / "bin/nvcc").write_text(NVCC)
+        (self.dir / "bin/nvcc").write_text(NVCC, "utf-8")
         (self.dir / "bin/nvcc").chmod(0o755)
 
     def test_first_screen(self):
@@ -36,33 +36,33 @@ class Build(unittest.TestCase):
         (self.dir / "scripts").unlink()
         (self.dir / "scripts").mkdir()
         for name in ("setup.sh", "first_run.sh"):
-            (self.dir / "scripts" / name).write_text("")
-        (self.dir / "scripts/probe.sh").write_text("echo probe; sleep 0.5; echo end of probe\n")
+            (self.dir / "scripts" / name).write_text("", "utf-8")
+        (self.dir / "scripts/probe.sh").write_text("echo probe; sleep 0.5; echo end of probe\n", "utf-8")
         for target in (["all", "-j8"], ["train"]):
             shutil.rmtree(self.dir / "build", ignore_errors=True)
             done = subprocess.run(["make", "MPI=0", "ONIG=0", "CBLAS_LIB=", "HAVE_GPU=", f"CC={self.dir}/bin/nvcc", "ARCHS=80", "JOBS=8", *target],
-                                  cwd=self.dir, env=self.environment(), timeout=60, capture_output=True, text=True)
+                                  cwd=self.dir, env=self.environment(), timeout=60, capture_output=True, encoding="utf-8")
             self.assertEqual((done.returncode, done.stdout.splitlines()[:2]), (0, ["probe", "end of probe"]), done.stderr)
             self.assertIn("  LINK  build/cpu/train_moe", done.stdout.splitlines()[2:])
 
     def test_missing_oniguruma(self):
         """A compiler without Oniguruma's header builds without it."""
         done = subprocess.run(["make", "-pn", "MPI=0", "CC=cc -nostdinc"], cwd=self.dir, env=self.environment() | {"PKG_CONFIG_LIBDIR": "/"},
-                              timeout=60, capture_output=True, text=True)
+                              timeout=60, capture_output=True, encoding="utf-8")
         self.assertRegex(done.stdout, r"(?m)^ONIG := 0$")
 
     def test_visible_gpus(self):
         """`make` counts the GPUs that CUDA_VISIBLE_DEVICES leaves, of two or of none."""
         smi = self.dir / "bin/nvidia-smi"
         for said, counts in (("echo 0; echo 1", (2, 0, 0, 1, 1, 2)), ("echo No devices were found; exit 6", 6 * (0,))):
-            smi.write_text(f"#!/bin/sh\n{said}\n")
+            smi.write_text(f"#!/bin/sh\n{said}\n", "utf-8")
             smi.chmod(0o755)
             for visible, count in zip((None, "", "-1", "0", "1", "0,1"), counts):
                 environment = {name: value for name, value in self.environment().items() if name != "CUDA_VISIBLE_DEVICES"}
                 if visible is not None:
                     environment["CUDA_VISIBLE_DEVICES"] = visible
                 done = subprocess.run(["make", "-pn", "help", "MPI=0", "ARCHS=80"], cwd=self.dir, env=environment, timeout=60, capture_output=True,
-                                      text=True)
+                                      encoding="utf-8")
                 self.assertEqual(re.findall(r"(?m)^GPUS := (\d+)$", done.stdout), [str(count)], f"{said}: {visible}")
 
     def tree(self, prefix, name, below="", end=""):
@@ -71,7 +71,7 @@ class Build(unittest.TestCase):
             path = self.dir / prefix / below / folder / file
             path.parent.mkdir(parents=True, exist_ok=True)
             if folder == "include":
-                path.write_text("")
+                path.write_text("", "utf-8")
             else:
                 subprocess.run(["cc", "-shared", "-o", path, "-x", "c", os.devnull], check=True)
         return self.dir / prefix
@@ -80,13 +80,13 @@ class Build(unittest.TestCase):
         """A library is found from every variable, at the compiler, in pkg-config and pip's packages, in this order."""
         environment, places = self.environment() | {"CC": "cc"}, []
         find = lambda: subprocess.run(["sh", ROOT / "scripts/find.sh", "fake", "fake.h", "other", "fake"], env=environment, timeout=60,
-                                      capture_output=True, text=True)
+                                      capture_output=True, encoding="utf-8")
         self.assertEqual((find().returncode, find().stdout, find().stderr), (0, "", ""))
         pip = environment["PIP"] = str(self.tree("pip", "fake", end=".2"))
         places.append(f"-I{pip}/include -L{pip}/lib -Wl,-rpath,{pip}/lib -l:libfake.so.2")
         self.assertEqual(find().stdout.strip(), places[-1])
         package = self.tree("package", "fake")
-        (self.dir / "fake.pc").write_text(f"Name: fake\nDescription: fake\nVersion: 1\nCflags: -I{package}/include\nLibs: -L{package}/lib -lfake\n")
+        (self.dir / "fake.pc").write_text(f"Name: fake\nDescription: fake\nVersion: 1\nCflags: -I{package}/include\nLibs: -L{package}/lib -lfake\n", "utf-8")
         environment["PKG_CONFIG_PATH"] = str(self.dir)
         if shutil.which("pkg-config"):
             self.assertEqual(find().stdout.strip(), f"-I{package}/include -L{package}/lib -lfake")
@@ -104,7 +104,7 @@ class Build(unittest.TestCase):
         """The CUDA build compiles and links with the NCCL of NCCL_HOME, and cuBLAS of CUDA_HOME, whose nvcc it takes."""
         nccl, cuda = self.tree("nccl", "nccl"), self.tree("cuda", "cublasLt")
         shutil.copytree(self.dir / "bin", cuda / "bin")
-        done = subprocess.run(["make", "-n", "cuda", "MPI=0", "ARCHS=80"], cwd=self.dir, timeout=60, capture_output=True, text=True,
+        done = subprocess.run(["make", "-n", "cuda", "MPI=0", "ARCHS=80"], cwd=self.dir, timeout=60, capture_output=True, encoding="utf-8",
                               env=self.environment() | {"NCCL_HOME": str(nccl), "CUDA_HOME": str(cuda)})
         link = re.search(r"(?m)^.*LINK .*$", done.stdout)[0]
         for flag in (f"{cuda}/bin/nvcc", f"-I{nccl}/include", f"-L{nccl}/lib", f"-Xlinker -rpath,{nccl}/lib", "-l:libnccl.so",
@@ -116,17 +116,17 @@ class Build(unittest.TestCase):
         nvcc = self.dir / "site/nvidia/cu13/bin/nvcc"
         nvcc.parent.mkdir(parents=True)
         (self.dir / "bin/nvcc").rename(nvcc)
-        done = subprocess.run(["make", "-pn", "help", "MPI=0", f"PYTHON={sys.executable}"], cwd=self.dir, timeout=60, capture_output=True, text=True,
+        done = subprocess.run(["make", "-pn", "help", "MPI=0", f"PYTHON={sys.executable}"], cwd=self.dir, timeout=60, capture_output=True, encoding="utf-8",
                               env=self.environment() | {"PATH": f"{self.dir}/bin:/usr/bin:/bin", "PYTHONPATH": f"{self.dir}/site"})
         if not shutil.which("nvcc", path="/usr/bin:/bin"):
             self.assertRegex(done.stdout, rf"(?m)^HAVE_NVCC := {re.escape(str(nvcc))}$")
 
     def test_probe(self):
         """The probe prints the folder of a library, or the commands that install it, and the reason for the CPU build alone."""
-        (self.dir / "bin/nvidia-smi").write_text("#!/bin/sh\necho A card, 8.9, 580.1\n")
+        (self.dir / "bin/nvidia-smi").write_text("#!/bin/sh\necho A card, 8.9, 580.1\n", "utf-8")
         (self.dir / "bin/nvidia-smi").chmod(0o755)
         say = lambda **names: subprocess.run(["sh", ROOT / "scripts/probe.sh"], env=self.environment() | names, timeout=60, check=True,
-                                             capture_output=True, text=True).stdout
+                                             capture_output=True, encoding="utf-8").stdout
         text = say(CBLAS_LIB="-I/o/include -L/o/lib -lopenblas", ZLIB="-lz")
         for line in (r"GPU +A card, 8\.9, 580\.1", r"nvcc +none: the CPU build alone is made, although there is a GPU: .*compiler.*",
                      r" +Debian: apt install cuda-toolkit.*; conda: conda install -c conda-forge cuda-nvcc .*; cluster: module load cuda",
@@ -157,12 +157,12 @@ esac
                            ("build/cuda/bench/peaks", "#!/bin/sh\necho 'matmul    100.0 TFLOP/s: bf16'\necho 'copy      2.000 TB/s: both ways'\n"),
                            ("build/cuda/bench/memory", "#!/bin/sh\necho copies\n"), ("build/cuda/bench/grouped_gemm", "#!/bin/sh\necho matmuls\n")):
             (self.dir / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.dir / name).write_text(text)
+            (self.dir / name).write_text(text, "utf-8")
             (self.dir / name).chmod(0o755)
         (self.dir / "bench").unlink()
         (self.dir / "bench").mkdir()
         shutil.copy(ROOT / "bench/report.sh", self.dir / "bench")
-        report = lambda own, fit: subprocess.run(["sh", self.dir / "bench/report.sh"], timeout=60, capture_output=True, text=True,
+        report = lambda own, fit: subprocess.run(["sh", self.dir / "bench/report.sh"], timeout=60, capture_output=True, encoding="utf-8",
                                                  env=self.environment() | {"PYTHON": sys.executable, "OWN": own, "FIT": str(fit)})
         done = report("own", 3)
         self.assertEqual(done.returncode, 0, done.stdout)
@@ -186,8 +186,8 @@ esac
 
     def test_dockerfile(self):
         """The image has every package of setup.sh, and the build does not run as root."""
-        packages = re.findall(r'(?:missing|wanted)="(?:\$\w+)? ([^"$]+)"', (ROOT / "scripts/setup.sh").read_text())
-        names, lines = {name for group in packages for name in group.split()}, (ROOT / "Dockerfile").read_text()
+        packages = re.findall(r'(?:missing|wanted)="(?:\$\w+)? ([^"$]+)"', (ROOT / "scripts/setup.sh").read_text("utf-8"))
+        names, lines = {name for group in packages for name in group.split()}, (ROOT / "Dockerfile").read_text("utf-8")
         self.assertLessEqual({"zlib1g-dev", "libopenblas-dev", "libonig-dev", "openmpi-bin"}, names)
         self.assertEqual(names - set(lines.split()), set())
         self.assertRegex(lines, r"(?s)^USER (?!root).*^RUN make".replace("^", "(?m:^)"))
@@ -200,7 +200,7 @@ esac
     def made(self, *arguments):
         """The objects that `make` compiles."""
         done = subprocess.run(["make", "MPI=0", *arguments], cwd=self.dir, env=self.environment(), timeout=60, capture_output=True,
-                              text=True)
+                              encoding="utf-8")
         self.assertEqual(done.returncode, 0, done.stderr)
         return {line.split()[1] for line in done.stdout.splitlines() if line.startswith("  NVCC")}
 
@@ -224,8 +224,8 @@ class Run(unittest.TestCase):
             tests.with_name("scripts").symlink_to(ROOT / "scripts")
             for name, begins in ("ops/test_alone", ""), ("model/test_program", "import cli\n"):
                 (tests / name).parent.mkdir()
-                (tests / f"{name}.py").write_text(begins + "print('2 passed, 0 failed, 0 skipped')\n")
-            done, one = [subprocess.run([sys.executable, tests / "run.py", *named], cwd=cwd, capture_output=True, text=True)
+                (tests / f"{name}.py").write_text(begins + "print('2 passed, 0 failed, 0 skipped')\n", "utf-8")
+            done, one = [subprocess.run([sys.executable, tests / "run.py", *named], cwd=cwd, capture_output=True, encoding="utf-8")
                          for cwd, named in ((tests, ()), (ROOT, ("ops/test_alone.py",)))]
         self.assertRegex(done.stdout, r"(?m)^model/test_program\.py +skipped: needs --program$")
         self.assertTrue(done.stdout.endswith("\n2 passed, 0 failed, 1 skipped\n"), done.stdout)
@@ -248,11 +248,11 @@ class Run(unittest.TestCase):
 
 class Profile(unittest.TestCase):
     def test_kernels_have_a_class(self):
-        classes = re.findall(r'^    \{"(\w+)", "([^"]+)"\},$', (ROOT / "bench/profile.cc").read_text(), re.M)
+        classes = re.findall(r'^    \{"(\w+)", "([^"]+)"\},$', (ROOT / "bench/profile.cc").read_text("utf-8"), re.M)
         found = {}
         for folder in ("moe", "grouped", "layers", "mx", "parallel"):
             for path in (ROOT / folder).glob("*.cu*"):
-                for kernel in re.findall(r"__global__ void (?:[A-Z_]+(?:\(\w+\))?\s+|__\w+__\(.*\)\s+)*([a-z]\w+)\(", path.read_text()):
+                for kernel in re.findall(r"__global__ void (?:[A-Z_]+(?:\(\w+\))?\s+|__\w+__\(.*\)\s+)*([a-z]\w+)\(", path.read_text("utf-8")):
                     found[kernel] = next((name for part, name in classes if part in kernel), None)
         self.assertLessEqual({"count_margins", "cross_entropy_kernel", "choose", "permute_rows_kernel"}, found.keys())
         self.assertEqual([kernel for kernel, name in found.items() if not name], [])

@@ -74,7 +74,7 @@ class Compare(unittest.TestCase):
     ROWS = {**{name: name for name in NAMES[:4]}, "bf16, seed 2": "bf16-seed-2"}
 
     def log(self, name):
-        first, *rows = map(json.loads, (self.out / name / "log.jsonl").read_text().splitlines())
+        first, *rows = map(json.loads, (self.out / name / "log.jsonl").read_text("utf-8").splitlines())
         self.assertEqual([row["step"] for row in rows], list(range(1, STEPS + 1)))
         return first, rows
 
@@ -181,7 +181,7 @@ class Compare(unittest.TestCase):
         out = self.dir / "torn"
         shutil.copytree(self.out / "bf16", out / "bf16")
         log = out / "bf16/log.jsonl"
-        log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+        log.write_text("".join(log.read_text("utf-8").splitlines(keepends=True)[:-1]), "utf-8")
         command = self.command("--only", "bf16", out=out, more=("--save-every", "10"))
         self.fails(command, f"bf16 ended at step {STEPS - 1} of {STEPS}, as its log says, but its last checkpoint is there, from "
                             f"which nothing goes on; remove {out}/bf16, and the same command trains it again")
@@ -200,10 +200,10 @@ class Compare(unittest.TestCase):
             out = self.dir / "-".join(["signal", *before, str(int(number))])
             command = self.command("--only", "mxfp8", "--launch", launch, out=out, steps=10000000)
             with subprocess.Popen([*before, *command], cwd=self.dir, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE, text=True,  # even if these tests ignore SIGHUP
+                                  stderr=subprocess.PIPE, encoding="utf-8",  # even if these tests ignore SIGHUP
                                   preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)) as process:
                 log, deadline = out / "bf16/log.jsonl", time.monotonic() + 60
-                while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:
+                while not (log.exists() and log.read_text("utf-8").count("\n") > 3) and time.monotonic() < deadline:
                     time.sleep(0.05)
                 if before:
                     process.send_signal(signal.SIGHUP)
@@ -224,23 +224,23 @@ class Compare(unittest.TestCase):
         done = self.run_script(self.command(*args, out=out, more=("--save-every", "10")))
         self.assertEqual(done.returncode, 0, done.stderr)
         for name in self.NAMES[:4]:
-            losses = [[json.loads(line)["loss"] for line in (folder / name / "log.jsonl").read_text().splitlines()[1:]]
+            losses = [[json.loads(line)["loss"] for line in (folder / name / "log.jsonl").read_text("utf-8").splitlines()[1:]]
                       for folder in (out, self.out)]
             self.assertEqual(*losses)
-            self.assertIn(f"step {STEPS}/{STEPS}", (out / name / "output.txt").read_text())
+            self.assertIn(f"step {STEPS}/{STEPS}", (out / name / "output.txt").read_text("utf-8"))
         out = self.dir / "at_once_failed"
         self.fails(self.command("--set", "odd", "--experts no", "--at-once", 4, out=out, steps=10000000),
                    f"odd failed with exit code 2, its message is in {out}/odd/output.txt", "\nbf16 ended ",
                    "\nmxfp8 ended ", "\nmxfp8-exact ended ")
-        self.assertIn("--experts takes a whole number", (out / "odd/output.txt").read_text())
+        self.assertIn("--experts takes a whole number", (out / "odd/output.txt").read_text("utf-8"))
 
     def test_each_at_once_has_a_gpu_of_its_own(self):
         program, out = self.dir / "gpu", self.dir / "gpus"
-        program.write_text('#!/bin/sh\necho "GPU $CUDA_VISIBLE_DEVICES."\nexit 1\n')
+        program.write_text('#!/bin/sh\necho "GPU $CUDA_VISIBLE_DEVICES."\nexit 1\n', "utf-8")
         program.chmod(0o755)
         for visible, expected in (({"CUDA_VISIBLE_DEVICES": "4,6"}, "46"), ({}, "01"), ({"CUDA_VISIBLE_DEVICES": ""}, ["", ""])):
             self.fails(self.command("--at-once", 2, "--program", program, out=out), "failed with exit code 1", **visible)
-            said = [(out / name / "output.txt").read_text().splitlines()[-1] for name in ("bf16", "mxfp8")]
+            said = [(out / name / "output.txt").read_text("utf-8").splitlines()[-1] for name in ("bf16", "mxfp8")]
             self.assertEqual(said, [f"GPU {gpu}." for gpu in expected])
         self.fails(self.command("--at-once", 3, out=self.dir / "usage"), "--at-once 3: CUDA_VISIBLE_DEVICES names 2 GPUs", code=2,
                    CUDA_VISIBLE_DEVICES="4,6")
@@ -255,7 +255,7 @@ class Compare(unittest.TestCase):
             for build in builds:
                 (checkout / "build" / build).mkdir(parents=True)
                 (checkout / "build" / build / "train_moe").touch()
-            smi.write_text(f"#!/bin/sh\n{said}\n")
+            smi.write_text(f"#!/bin/sh\n{said}\n", "utf-8")
             smi.chmod(0o755)
             done = self.run_script([sys.executable, checkout / "scripts/compare_precision.py", "--help"], COLUMNS="1000",
                                    PATH=f"{checkout}:{os.environ['PATH']}")
@@ -280,7 +280,7 @@ class Compare(unittest.TestCase):
         out = self.dir / "statistics"
         done = self.run_script(self.command("--precisions", "", "--gemms", "nvfp4", out=out, steps=2, more=("--mx-stats", "1")))
         self.assertEqual(done.returncode, 0, done.stderr)
-        has = {path.parent.name: "mx_stats" in path.read_text().splitlines()[-1] for path in out.glob("*/log.jsonl")}
+        has = {path.parent.name: "mx_stats" in path.read_text("utf-8").splitlines()[-1] for path in out.glob("*/log.jsonl")}
         self.assertEqual(has, {"bf16": False, "nvfp4-expert": True, "nvfp4-linear": True, "nvfp4-wgrad": False, "nvfp4": True})
 
     def test_failures_say_what_failed(self):
@@ -299,9 +299,9 @@ class Compare(unittest.TestCase):
         for program in ("nothing", "loop"):
             self.fails(self.command("--program", program, out=out), f"{program} is not there")
         self.fails(self.command("--launch", "no-such-launcher", out=self.dir / "new"), "cannot start no-such-launcher")
-        (out / "bf16/log.jsonl").write_text("{}\n")
+        (out / "bf16/log.jsonl").write_text("{}\n", "utf-8")
         self.fails(self.command(out=out), f"{out}/bf16/log.jsonl is not a log of train_moe")
-        (self.dir / "file").write_text("")
+        (self.dir / "file").write_text("", "utf-8")
         self.fails(self.command(out=self.dir / "file"), "file/bf16: Not a directory")
 
     def test_damaged_logs(self):
@@ -331,11 +331,11 @@ class Compare(unittest.TestCase):
             for file in ("log.jsonl", "options.txt"):
                 shutil.copy(self.out / name / file, out / name / file)
         log = out / "same/log.jsonl"
-        lines = log.read_text().splitlines(keepends=True)
+        lines = log.read_text("utf-8").splitlines(keepends=True)
         for i, loss in ((3, "1" + "0" * 400), (4, "1e400"), (5, "-3.5e38"), (6, "null")):
             lines[i] = re.sub(r'"loss": [^,]+', f'"loss": {loss}', lines[i])
         lines[7] = re.sub(r'"loss": [^,]+, ', "", lines[7])
-        log.write_text("".join(lines))
+        log.write_text("".join(lines), "utf-8")
         args = ("--set", "same", "--timeout 99", "--seeds", 2, "--window", WINDOW, "--at-once", 10**15)
         done = self.run_script(self.command(*args, out=out, more=("--save-every", "10")))
         self.assertEqual(done.returncode, 0, done.stderr)

@@ -44,7 +44,7 @@ class Seeds(unittest.TestCase):
         cls.addClassCleanup(folder.cleanup)
         cls.dir = pathlib.Path(folder.name)
         cls.program = cls.dir / "fake"
-        cls.program.write_text(FAKE)
+        cls.program.write_text(FAKE, "utf-8")
         cls.program.chmod(0o755)
 
     def compare(self, out, *args, more=(), window=("--window", WINDOW)):
@@ -60,7 +60,7 @@ class Seeds(unittest.TestCase):
         return self.dir / name, done
 
     def log(self, name, out):
-        first, *rows = map(json.loads, (out / name / "log.jsonl").read_text().splitlines())
+        first, *rows = map(json.loads, (out / name / "log.jsonl").read_text("utf-8").splitlines())
         self.assertEqual([row["step"] for row in rows], list(range(1, STEPS + 1)))
         return first, rows
 
@@ -113,7 +113,7 @@ class Seeds(unittest.TestCase):
                               "--all-seeds")
         given = {}
         for path in out.glob("*/options.txt"):
-            given[path.parent.name] = path.read_text().split("--init model ")[1].strip()
+            given[path.parent.name] = path.read_text("utf-8").split("--init model ")[1].strip()
         of_gemms = {f"nvfp4-{gemm}": f"--{gemm}-precision nvfp4 " for gemm in ("expert", "linear", "wgrad")}
         sets = {"bf16": "", **of_gemms, **{name: f"--precision {name} " for name in ("mxfp8", "mxfp4", "nvfp4")}}
         self.assertEqual(given, {name + ("-seed-2" if seed == 2 else ""): f"{options}--seed {seed} --data-seed {seed}"
@@ -201,7 +201,7 @@ class Seeds(unittest.TestCase):
     def test_a_signal_is_an_error(self):
         """A signal in the last step of a run, while another waits, is no comparison; the same command goes on."""
         program, out = self.dir / "signals", self.dir / "signalled"
-        program.write_text(FAKE + "import os\nif not gap: os.kill(os.getppid(), 15)\n")
+        program.write_text(FAKE + "import os\nif not gap: os.kill(os.getppid(), 15)\n", "utf-8")
         program.chmod(0o755)
         args = ("--only", "mxfp8", "--program", program)
         done = self.compare(out, *args)
@@ -229,7 +229,7 @@ if "--precision" in sys.argv:
 else:
     (out / "ready").touch()
     time.sleep(60)
-""")
+""", "utf-8")
         program.chmod(0o755)
         done = self.compare(out, "--only", "mxfp8", "--program", program, "--at-once", 2)
         self.assertEqual((done.returncode, done.stdout), (1, ""))
@@ -244,8 +244,8 @@ else:
         args = ("--only", "mxfp8", "--seeds", 3, "--all-seeds")
         out, _ = self.fake("diverged", *args)
         path = out / "mxfp8-seed-2/log.jsonl"
-        *lines, last = path.read_text().splitlines()
-        path.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"val_loss": None})]) + "\n")
+        *lines, last = path.read_text("utf-8").splitlines()
+        path.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"val_loss": None})]) + "\n", "utf-8")
         _, done = self.fake("diverged", *args)
         values = [self.losses(out, name, "val_loss")[STEPS] for name in ("mxfp8", "mxfp8-seed-3")]
         self.assertEqual(self.rows(done)["mxfp8"][0],
@@ -255,7 +255,7 @@ else:
         """The training loss is a mean over the last 50 steps; the default window is 50, or a tenth of a short run."""
         for steps, window in ((600, 50), (120, 12)):
             done = self.compare(self.dir / f"many_{steps}", "--only", "bf16", more=("--steps", str(steps)), window=())
-            rows = (self.dir / f"many_{steps}/bf16/log.jsonl").read_text().splitlines()[-50:]
+            rows = (self.dir / f"many_{steps}/bf16/log.jsonl").read_text("utf-8").splitlines()[-50:]
             self.assertEqual(self.rows(done)["bf16"][2], f"{statistics.fmean(json.loads(row)['loss'] for row in rows):.5f}")
             self.assertIn("training loss, last 50 steps", done.stdout)
             self.assertIn(f"as a mean of {window} steps", done.stdout)
@@ -274,7 +274,7 @@ else:
         texts = ET.parse(out / "compare.svg").iter(SVG + "text")
         steps = [float(text.text) for text in texts if (text.get("text-anchor"), text.get("font-size")) == ("middle", "13")]
         self.assertTrue(steps and min(steps) >= min(start, STEPS // 2), (steps, start))  # the picture begins there
-        self.assertIn("bands: from the lowest to the highest of 3 seeds", (out / "compare.svg").read_text())
+        self.assertIn("bands: from the lowest to the highest of 3 seeds", (out / "compare.svg").read_text("utf-8"))
         panels = list(self.panels(out))
         self.assertEqual(len(panels), 3)
         for (group, value, shown), curves in zip(panels, expected):
@@ -299,10 +299,10 @@ else:
 
         # A step in which one seed has no finite loss is a gap in the band.
         log = out / "mxfp8-seed-2/log.jsonl"
-        lines = log.read_text().splitlines(keepends=True)
+        lines = log.read_text("utf-8").splitlines(keepends=True)
         for step in range(10, 10 + WINDOW):
             lines[step] = re.sub(r'"loss": [^,]+', '"loss": null', lines[step])
-        log.write_text("".join(lines))
+        log.write_text("".join(lines), "utf-8")
         self.fake("bands", *args)
         group, _, _ = next(self.panels(out))
         self.assertEqual([len(band.get("points").split()) for band in group.findall(SVG + "polygon")],
@@ -331,13 +331,13 @@ else:
         out, first = self.fake("before", *args)
         for name in ("bf16", "mxfp8", "bf16-seed-2"):
             path = out / name / "options.txt"
-            text, count = re.subn(" --data-seed 1\n$", "\n", path.read_text())
+            text, count = re.subn(" --data-seed 1\n$", "\n", path.read_text("utf-8"))
             self.assertEqual(count, 1)
             if name != "bf16-seed-2":
-                path.write_text(text)
+                path.write_text(text, "utf-8")
         _, again = self.fake("before", *args)
         self.assertEqual((again.stderr.count("finished already"), again.stdout), (3, first.stdout))
-        path.write_text(text)
+        path.write_text(text, "utf-8")
         done = self.compare(out, *args)
         self.assertEqual((done.returncode, done.stdout), (1, ""))
         for words in ("bf16-seed-2 holds a run with other options", "--seed 2\n", "--seed 2 --data-seed 1\n"):

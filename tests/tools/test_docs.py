@@ -24,12 +24,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def fences(page):
     """(the text after the opening mark, the lines between the marks) of each fenced block."""
-    return re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
 
 
 def anchors(page):
     """The anchors that GitHub makes of a page's headings."""
-    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
@@ -43,7 +43,7 @@ def script(page):
 def tracked():
     """The names of the tree's files, including files that git does not track yet."""
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True,
-                            stdout=subprocess.PIPE, text=True).stdout
+                            stdout=subprocess.PIPE, encoding="utf-8").stdout
     return [name for name in listed.split("\0") if name and (ROOT / name).exists()]
 
 
@@ -55,11 +55,11 @@ class Docs(unittest.TestCase):
                 kind, _, name = mark.partition(" ")
                 self.assertIn(kind, ("c", "text", "sh", "python", "diff", "mermaid"), f"{page.name}: a block of {mark!r}")
                 if kind == "c":
-                    self.assertTrue(text in (ROOT / name).read_text(), f"{page.name} quotes of {name} what is not there:\n{text}")
+                    self.assertTrue(text in (ROOT / name).read_text("utf-8"), f"{page.name} quotes of {name} what is not there:\n{text}")
 
     def test_links(self):
         for page in [*PAGES, *(ROOT / "bench").glob("*.md")]:
-            for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
                 if target.startswith("https://"):
                     continue
                 path, _, anchor = target.partition("#")
@@ -70,19 +70,19 @@ class Docs(unittest.TestCase):
 
     def test_lines(self):
         """docs/code.md knows the length of the files that it names in order, to a tenth."""
-        rows = re.findall(r"^\| \d+ \| (.*) \| (?:\d+ of )?(\d+) \|$", (ROOT / "docs/code.md").read_text(), re.M)
+        rows = re.findall(r"^\| \d+ \| (.*) \| (?:\d+ of )?(\d+) \|$", (ROOT / "docs/code.md").read_text("utf-8"), re.M)
         self.assertGreater(len(rows), 8)
         for text, said in rows:
             names = re.findall(r"\]\(([^)#]+)\)", text)
-            count = sum((ROOT / "docs" / name).read_text().count("\n") for name in names)
+            count = sum((ROOT / "docs" / name).read_text("utf-8").count("\n") for name in names)
             self.assertAlmostEqual(int(said), count, delta=0.1 * count, msg=names)
 
     def test_figures(self):
         """Each figure is on a page, readable at its size, and made by scripts/figures.py."""
-        shown = {page.parent / target for page in PAGES for target in re.findall(r"!\[[^\]]+\]\(([\w./]+\.svg)\)", page.read_text())}
+        shown = {page.parent / target for page in PAGES for target in re.findall(r"!\[[^\]]+\]\(([\w./]+\.svg)\)", page.read_text("utf-8"))}
         shown = {path.name for path in shown if path.parent == ROOT / "docs"}
         self.assertEqual({path.name for path in (ROOT / "docs").glob("*.svg")}, shown)
-        script = (ROOT / "scripts/figures.py").read_text()
+        script = (ROOT / "scripts/figures.py").read_text("utf-8")
         for name in shown:
             self.assertLessEqual((ROOT / "docs" / name).stat().st_size, FIGURE_BYTES, name)
             self.assertIn(f'"{name[:-4]}": ', script, name)
@@ -107,13 +107,13 @@ class Docs(unittest.TestCase):
                            stdout=subprocess.DEVNULL)
             for name in names:
                 made, = [path for path in (ROOT / "docs", ROOT / "bench") if (path / f"{name}.svg").exists()]
-                self.assertEqual((pathlib.Path(folder) / f"{name}.svg").read_text(), (made / f"{name}.svg").read_text(), name)
+                self.assertEqual((pathlib.Path(folder) / f"{name}.svg").read_text("utf-8"), (made / f"{name}.svg").read_text("utf-8"), name)
 
     def test_version(self):
         """The program, the newest entry of CHANGELOG.md and CITATION.cff have one version, the pages one date."""
-        said = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, check=True).stdout
-        entry = re.search(r"(?m)^## ([\d.]+) - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text()).groups()
-        cited = [re.findall(rf"(?m)^{key}: (\S+)$", (ROOT / "CITATION.cff").read_text()) for key in ("version", "date-released")]
+        said = subprocess.run([PROGRAM, "--version"], capture_output=True, encoding="utf-8", check=True).stdout
+        entry = re.search(r"(?m)^## ([\d.]+) - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text("utf-8")).groups()
+        cited = [re.findall(rf"(?m)^{key}: (\S+)$", (ROOT / "CITATION.cff").read_text("utf-8")) for key in ("version", "date-released")]
         self.assertEqual([re.match(r"train_moe ([\d.]+), ", said)[1], *entry], [cited[0][0], cited[0][0], cited[1][0]])
 
     @unittest.skipUnless(shutil.which("git") and (ROOT / ".git").exists(), "needs git and the repository")
@@ -165,7 +165,7 @@ class Docs(unittest.TestCase):
                              "--name", "text", "--train-tokenizer", "300"],
                             [PROGRAM, "--train", "text_train_*.bin", "--out", "runs/books", *"--model tiny --steps 2 --seq-len 32 --batch 2".split()],
                             [sys.executable, "-c", code]):
-                done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+                done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8")
                 self.assertEqual(done.returncode, 0, done.stderr)
             text, _, last = done.stdout.rstrip("\n").rpartition("\n")
             self.assertTrue(text.startswith("It was") and len(text) > len("It was"), text)
@@ -197,7 +197,7 @@ def prose():
     for name in tracked():
         if name.startswith(("tests/", "bench/")) or not name.endswith((".c", ".h", ".cu", ".cuh", ".md")):
             continue
-        text = (ROOT / name).read_text()
+        text = (ROOT / name).read_text("utf-8")
         if name.endswith(".md"):
             text = re.sub(r"^```.*?^```$|^[|#!][^\n]*$", "", text, flags=re.M | re.S)
             text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"^\s*[-*] ", "\n", text, flags=re.M))
@@ -217,7 +217,7 @@ class Words(unittest.TestCase):
     maxDiff = None
 
     def test_private_words(self):
-        tables = [(page.name, row) for page in PAGES for row in re.findall(r"^\|.*$", page.read_text(), re.M)]
+        tables = [(page.name, row) for page in PAGES for row in re.findall(r"^\|.*$", page.read_text("utf-8"), re.M)]
         found = [f"{name}: {text[:100]!r}: say {field}" for name, text in [*prose(), *tables] for word, field in PRIVATE.items()
                  if re.search(word, text, re.I)]
         self.assertEqual(found, [])
@@ -232,11 +232,11 @@ class Words(unittest.TestCase):
 
     def test_glossary(self):
         """A term of the glossary is in one of the files of its row, in a comment or as an identifier."""
-        rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (.+) \|$", (ROOT / "docs/glossary.md").read_text(), re.M)
+        rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (.+) \|$", (ROOT / "docs/glossary.md").read_text("utf-8"), re.M)
         rows = [(terms, files) for terms, files in rows if terms != "term" and not terms.startswith("-")]
         self.assertGreater(len(rows), 30)
         for terms, files in rows:
-            text = "".join((ROOT / "docs" / path).read_text() for path in re.findall(r"\]\(([^)#]+)\)", files)).lower()
+            text = "".join((ROOT / "docs" / path).read_text("utf-8") for path in re.findall(r"\]\(([^)#]+)\)", files)).lower()
             words = [term.split("(")[0].strip().lower() for term in terms.split(", ")]
             for word in words:
                 self.assertIn(re.sub(r"[\s-]+", " ", word), re.sub(r"[\s/_-]+", " ", text), f"{terms}: not in {files}")

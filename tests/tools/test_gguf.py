@@ -123,13 +123,13 @@ class Gguf(cli.Case):
         self.train(out=name, steps=20, vocab=VOCAB, val=self.val_glob, val_tokens=256, tokenizer="tokens_tokenizer.bin",
                    **{"lr": 1e-2, **options})
         step = self.dir / name / "step_00000020"
-        (step / "tokenizer.json").write_text(json.dumps(tokens or tokenizer_json()))
+        (step / "tokenizer.json").write_text(json.dumps(tokens or tokenizer_json()), "utf-8")
         return step, cli.read_log(self.dir / name)[1][-1]["val_loss"]
 
     def convert(self, step, out="model.gguf", code=0, **options):
         line = [sys.executable, cli.ROOT / "scripts/to_gguf.py", step, self.dir / out]
         done = subprocess.run(line + [word for key, value in options.items() for word in ("--" + key, value)],
-                              capture_output=True, text=True)
+                              capture_output=True, encoding="utf-8")
         self.assertEqual(done.returncode, code, done.stderr)
         self.assertNotIn("%", done.stderr)  # percentages are for a terminal
         if code:
@@ -221,7 +221,7 @@ class Gguf(cli.Case):
         keys = ("model", "pre", "bos_token_id", "eos_token_id", "add_bos_token")
         self.assertEqual([fields["tokenizer.ggml." + key] for key in keys], ["gpt2", "gpt-2", END, END, False])
         self.assertEqual(fields["tokenizer.ggml.merges"], ["<|endoftext|> <|endoftext|>"])
-        (step / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<|endoftext|>", add_bos_token=True)))
+        (step / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<|endoftext|>", add_bos_token=True)), "utf-8")
         self.assertTrue(self.fields(self.convert(step, "with.gguf"))["tokenizer.ggml.add_bos_token"])
 
     def test_release(self):
@@ -251,10 +251,10 @@ class Gguf(cli.Case):
             step, _ = self.trained(name[:4], **MODELS[name])
             release = self.dir / (name[:4] + "_out")
             subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, release], check=True, capture_output=True)
-            config, before = json.loads((release / "config.json").read_text()), self.bytes_of(release)
+            config, before = json.loads((release / "config.json").read_text("utf-8")), self.bytes_of(release)
             rope = dict(rope_theta=config.pop("rope_theta"), rope_type="default")
             if config.pop("rope_scaling", None):
-                scaling = json.loads((release / "config.json").read_text())["rope_scaling"]
+                scaling = json.loads((release / "config.json").read_text("utf-8"))["rope_scaling"]
                 rope |= {key: value for key, value in scaling.items() if "beta" not in key} | dict(rope_type="yarn")
                 rope.pop("type")
             changed = dict(rope_parameters=rope, rope_scaling=None)
@@ -263,7 +263,7 @@ class Gguf(cli.Case):
             if config["model_type"] == "deepseek_v2":
                 changed |= dict(n_group=4, topk_group=1)  # greedy: not groups
             for kind in (config["model_type"], "kimi_k2"):
-                (release / "config.json").write_text(json.dumps({**config, **changed, "model_type": kind}))
+                (release / "config.json").write_text(json.dumps({**config, **changed, "model_type": kind}), "utf-8")
                 self.assertTrue(self.bytes_of(release) == before)
 
         half = {name: np.clip(values, -1, 1).astype(np.float16) for name, values in read_tensors(step).items()}
@@ -287,7 +287,7 @@ class Gguf(cli.Case):
         before, tensors = self.bytes_of(release), safetensors.numpy.load_file(release / "model.safetensors")
         tensors["model.norm.weight"] += 1
         safetensors.numpy.save_file(tensors, release / "other.safetensors")
-        (release / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(tensors, "other.safetensors"))))
+        (release / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(tensors, "other.safetensors"))), "utf-8")
         self.assertTrue(self.bytes_of(release) == before)
         (release / "model.safetensors").unlink()
         self.assertFalse(self.bytes_of(release) == before)
@@ -317,7 +317,7 @@ class Gguf(cli.Case):
         """Where llama.cpp differs a little, a line says so."""
         step, _ = self.trained(tokens={**tokenizer_json(), "normalizer": dict(type="NFC")}, rms_norm_eps=1e-5)
         done = subprocess.run([sys.executable, cli.ROOT / "scripts/to_gguf.py", step, self.dir / "eps.gguf"], capture_output=True,
-                              text=True, check=True)
+                              encoding="utf-8", check=True)
         self.assertRegex(done.stderr, "^to_gguf.py: warning: llama.cpp has rms_norm_eps 1e-05 in the norms of the latents too.*\n"
                                       "to_gguf.py: warning: .*has the normalizer NFC, and llama.cpp normalizes nothing.*\n$")
         fields = self.fields(self.dir / "eps.gguf")
@@ -331,11 +331,11 @@ class Gguf(cli.Case):
         (release / "model.safetensors").rename(self.dir / "secret.safetensors")
         names = safetensors.numpy.load_file(self.dir / "secret.safetensors")
         for place in ("../secret.safetensors", str(self.dir / "secret.safetensors")):
-            (release / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, place))))
+            (release / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, place))), "utf-8")
             self.assertIn(f"a file outside is named: {place}", self.convert(release, code=1))
         (release / "model.safetensors.index.json").unlink()
         (self.dir / "secret.safetensors").rename(release / "model.safetensors")
-        (release / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+        (release / "tokenizer.json").write_text(json.dumps(tokenizer_json()), "utf-8")
         for name in ("config.json", "tokenizer.json", "model.safetensors"):
             whole = (release / name).read_bytes()
             for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
@@ -351,7 +351,7 @@ class Gguf(cli.Case):
     def test_refused(self):
         """A model that does not fit is refused with one line that names the reason; no file is written."""
         step, _ = self.trained(q_lora=16)
-        good, config = tokenizer_json(), json.loads((step / "config.json").read_text())
+        good, config = tokenizer_json(), json.loads((step / "config.json").read_text("utf-8"))
         merges, splits = [("a", "b")], ("[a-z]+",)
         for words, change, tokens in (
                 ("best two experts", dict(scoring_func="softmax", n_group=2), good),
@@ -368,12 +368,12 @@ class Gguf(cli.Case):
                  tokenizer_json([("a", "b"), ("ab", "c")], (), True, ignore_merges=True,
                                 vocab={**tokenizer_json([("a", "b"), ("ab", "c")])["model"]["vocab"], "bc": 299})),
                 ("config.json: altered", dict(rope_theta=20000.0), good)):
-            (step / "config.json").write_text(json.dumps({**config, **change}, indent=2))
-            (step / "tokenizer.json").write_text(json.dumps(tokens))
+            (step / "config.json").write_text(json.dumps({**config, **change}, indent=2), "utf-8")
+            (step / "tokenizer.json").write_text(json.dumps(tokens), "utf-8")
             if "altered" not in words:
                 cli.write_manifest(step, cli.manifest(step))
             self.assertIn(words, self.convert(step, code=1))
-        (step / "config.json").write_text(json.dumps(config))
+        (step / "config.json").write_text(json.dumps(config), "utf-8")
         cli.write_manifest(step, cli.manifest(step))
         # A weight out of the range of f16, found only after half of the file is written.
         before = cli.snapshot(self.dir).keys()
@@ -414,7 +414,7 @@ class Gguf(cli.Case):
         step = self.trained(**MODELS["latent queries, groups, YaRN"])[0]
         release = self.dir / "release"
         subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, release], check=True, capture_output=True)
-        (release / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<|endoftext|>", add_bos_token=True, chat_template="x")))
+        (release / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<|endoftext|>", add_bos_token=True, chat_template="x")), "utf-8")
 
         def values_of(record, place=()):
             yield place
@@ -430,21 +430,21 @@ class Gguf(cli.Case):
             return copy
 
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-            whole = (release / name).read_text()
+            whole = (release / name).read_text("utf-8")
             records = [json.loads(whole)]
             records += [json.loads(json.dumps(tokenizer_json([("a", "b")], (), True)))] if name == "tokenizer.json" else []
             for record in records:
                 for place in values_of(record):
                     for value in ("é", True, None, -1, 2**63, float("nan"), [1], {}):
-                        (release / name).write_text(json.dumps(changed(record, place, value)))
+                        (release / name).write_text(json.dumps(changed(record, place, value)), "utf-8")
                         code, said = self.main(release)
                         if code:
                             self.assertRegex(said, f"^to_gguf.py: error: .*(json|release|llama.cpp).*\n$", (place, value))
                         self.assertEqual((self.dir / "model.gguf").exists(), code == 0)
                         self.assertFalse((self.dir / "model.gguf.tmp").exists())
                         (self.dir / "model.gguf").unlink(missing_ok=True)
-            (release / name).write_text(whole)
-        config = json.loads((release / "config.json").read_text())
+            (release / name).write_text(whole, "utf-8")
+        config = json.loads((release / "config.json").read_text("utf-8"))
         for key, value, says in (("vocab_size", 2**63, "is 9223372036854775808, not a whole number of 32 bits"),
                                  ("vocab_size", 2**31, "is 2147483648, but the embedding has 300 rows"),
                                  ("num_hidden_layers", 2**31, "is 2147483648, but layer 2147483647 has no weights"),
@@ -453,7 +453,7 @@ class Gguf(cli.Case):
                                  ("rope_scaling", dict(type="linear"), "is of the type 'linear', not of yarn"),
                                  ("rope_scaling", {**config["rope_scaling"], "mscale": 0.5}, "must have mscale = mscale_all_dim"),
                                  ("model_type", "llama", "is 'llama', neither deepseek_v3 nor deepseek_v2")):
-            (release / "config.json").write_text(json.dumps({**config, "architectures": None, key: value}))
+            (release / "config.json").write_text(json.dumps({**config, "architectures": None, key: value}), "utf-8")
             self.assertIn(f"{key} {says}", self.main(release)[1])
 
     # --- Tests that need llama.cpp ---
@@ -504,8 +504,8 @@ class Gguf(cli.Case):
                 step = self.dir / name
                 step.mkdir()
                 config = dict(vocab_size=500, bos_token_id=end, eos_token_id=end)
-                (step / "config.json").write_text(json.dumps(config))
-                (step / "tokenizer.json").write_text(json.dumps(tokens))
+                (step / "config.json").write_text(json.dumps(config), "utf-8")
+                (step / "tokenizer.json").write_text(json.dumps(tokens), "utf-8")
                 path = self.dir / (name + ".gguf")
                 writer = gguf.GGUFWriter(path, "deepseek2")
                 writer.add_uint32("deepseek2.vocab_size", 500)

@@ -77,7 +77,7 @@ class Case(unittest.TestCase):
     def log(self, name, rows, tail=""):
         path = self.dir / name / "log.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in [CONFIG] + rows) + tail)
+        path.write_text("".join(json.dumps(row) + "\n" for row in [CONFIG] + rows) + tail, "utf-8")
         os.utime(path, (1.7e9, 1.7e9))
         return path.parent
 
@@ -197,7 +197,7 @@ class TensorBoard(Case):
         odd = os.fsdecode(b"\xff|<$")
         runs = [self.log(name, steps(1, n)) for name, n in (("a/x/run", 3), ("b/x/run", 4), ("c", 5), (odd, 6))]
         (self.dir / "corpus").mkdir()
-        (self.dir / "notes.txt").write_text("words")
+        (self.dir / "notes.txt").write_text("words", "utf-8")
         _, said = self.run_script(*runs, "corpus", "notes.txt", "--tensorboard", "board")
         self.assertEqual(len(said.splitlines()), 2)
         for line, name in zip(said.splitlines(), ("corpus", "notes.txt")):
@@ -218,14 +218,14 @@ class TensorBoard(Case):
     def test_links_in_the_board_are_refused(self):
         """No file is written or truncated through a link."""
         run, victim = self.log("run", steps(1, 3)), self.dir / "victim"
-        victim.write_text("precious")
+        victim.write_text("precious", "utf-8")
         for name in ("log_to.tmp", "log_to.source", "events.out.tfevents.1.train_moe"):
             link = self.dir / "board/run" / name
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(victim)
             _, said = self.run_script(run, "--tensorboard", "board", code=1)
             self.assertEqual(said, f"log_to.py: error: board/run/{name} is a link, through which nothing is written; remove it\n")
-            self.assertEqual(victim.read_text(), "precious")
+            self.assertEqual(victim.read_text("utf-8"), "precious")
             link.unlink()
         (self.dir / "elsewhere").mkdir()
         (self.dir / "board/run").rmdir()
@@ -249,14 +249,14 @@ class TensorBoard(Case):
         """New steps of a live run go to the same file; a run that begins later is followed too, and all of them end."""
         run, later, half = self.log("run", steps(1, 2)), self.log("later", []), ""
         command = [sys.executable, SCRIPT, run, later, "--tensorboard", "board", "--follow", "0.1"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") as process:
             self.addCleanup(process.kill)
             self.assertIn("wrote run: 2 steps, 3 columns to board/run", process.stdout.readline())
             first, = self.dir.glob("board/run/events*")
             reader = self.read("board/run")
             _, said = self.run_script(run, "--tensorboard", "board", code=1)
             self.assertEqual(said, "log_to.py: error: board/run: another log_to.py writes there; wait for its end\n")
-            with open(run / "log.jsonl", "a") as file:
+            with open(run / "log.jsonl", "a", encoding="utf-8") as file:
                 for row in steps(3, 6):
                     half = json.dumps(row) + "\n"
                     file.write(half[:9])
@@ -277,7 +277,7 @@ class TensorBoard(Case):
         """After a run goes back, its steps that differ are sent again; Ctrl-C ends the script."""
         run = self.log("run", steps(1, 4))
         command = [sys.executable, SCRIPT, run, "--tensorboard", "board", "--follow", "0.1"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") as process:
             self.addCleanup(process.kill)
             self.assertIn("wrote run: 4 steps", process.stdout.readline())
             other = [{**row, "lr": 7.0} for row in steps(1, 3)]
@@ -327,7 +327,7 @@ class TensorBoard(Case):
             shutil.rmtree(self.dir / "board", ignore_errors=True)
             self.log("run", steps(1, 2))
             command = [sys.executable, SCRIPT, run, "--tensorboard", "board", "--follow", "0.1"]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") as process:
                 self.addCleanup(process.kill)
                 self.assertIn("wrote run: 2 steps", process.stdout.readline())
                 change(next(self.dir.glob("board/run/events*")))
@@ -338,11 +338,11 @@ class TensorBoard(Case):
             self.assertEqual(victim.read_bytes(), b"precious")
             if not code:
                 self.assert_scalars(self.read("board/run"), steps(1, 6))
-                self.assertEqual((self.dir / "board/run/log_to.source").read_text(), str(run / "log.jsonl"))
+                self.assertEqual((self.dir / "board/run/log_to.source").read_text("utf-8"), str(run / "log.jsonl"))
 
         (run / "log.jsonl").unlink()
         os.mkfifo(run / "log.jsonl")
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") as process:
             self.addCleanup(process.kill)
             self.assertIn("no regular file; waiting for it", process.stderr.readline())
             process.send_signal(signal.SIGTERM)
@@ -369,7 +369,7 @@ class TensorBoard(Case):
                             (["."], ".: a folder without log.jsonl")):
             _, said = self.run_script(*paths, "--tensorboard", "board", code=1)
             self.assertIn(f"log_to.py: error: {says}", said)
-        (self.dir / "file").write_text("")
+        (self.dir / "file").write_text("", "utf-8")
         _, said = self.run_script(run, "--tensorboard", "file", code=1)
         self.assertEqual(said, "log_to.py: error: file/run: Not a directory\n")
 
@@ -398,7 +398,7 @@ class WandB(Case):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
         environment |= {"HOME": str(self.dir), "WANDB_DIR": str(self.dir), "WANDB_MODE": mode}
         done = subprocess.run([sys.executable, SCRIPT, *map(str, args), "--wandb", "project"], env=environment,
-                              timeout=100, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+                              timeout=100, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8")
         self.assertEqual(done.returncode, code, done.stderr)
         return done
 

@@ -37,7 +37,7 @@ class PlotLoss(unittest.TestCase):
     def log(self, name, rows, config={"model": "tiny", "tokens-per-step": 4096}, tail=""):
         path = self.dir / name / "log.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in [config] + rows) + tail)
+        path.write_text("".join(json.dumps(row) + "\n" for row in [config] + rows) + tail, "utf-8")
         return path
 
     def rows(self, n, start=1, val_every=0):
@@ -62,7 +62,7 @@ class PlotLoss(unittest.TestCase):
         out = self.dir / "out.svg"
         done = self.run_script(*args, "--out", out)
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertNotIn("nan", out.read_text())
+        self.assertNotIn("nan", out.read_text("utf-8"))
         self.note = done.stderr
         root = ET.parse(out).getroot()
         curves = [p.get("d") for g in root.iter(SVG + "g") for p in g.iter(SVG + "path")]
@@ -221,14 +221,14 @@ class PlotLoss(unittest.TestCase):
     def test_bad_logs_are_named(self):
         self.fails("none.jsonl", names="none.jsonl", says="cannot read it")
         empty = self.dir / "empty.jsonl"
-        empty.write_text("")
+        empty.write_text("", "utf-8")
         self.fails(empty, names=empty, says="is empty")
         path = self.log("config-only", [])
         self.fails(path, names=path, says="no steps")
         path = self.log("all-null", [{"step": 1, "loss": None}])
         self.fails(path, names=path, says="no finite loss")
         path = self.log("garbage", self.rows(3))
-        path.write_text(path.read_text().replace('{"step": 2', '"step": 2'))
+        path.write_text(path.read_text("utf-8").replace('{"step": 2', '"step": 2'), "utf-8")
         self.fails(path, names=path, says="is not a log of train_moe: line 3: not a JSON object")
         path = self.log("no-step", [{"loss": 1.0}])
         self.fails(path, names=path, says="is not a log of train_moe: line 2: no step number")
@@ -337,7 +337,7 @@ class PlotLoss(unittest.TestCase):
     def test_what_is_no_log_is_left_out(self):
         good, out = self.log("good", self.rows(5)), self.dir / "out.svg"
         text = self.dir / "notes.txt"
-        text.write_text("some words\n")
+        text.write_text("some words\n", "utf-8")
         (self.dir / "corpus").mkdir()
         young, other = self.log("young", []), self.log("other", [{"step": 1, "lr": 1.0}])
         _, texts, _, _ = self.plot(text, "corpus", good, young, other)
@@ -440,7 +440,7 @@ class PlotLoss(unittest.TestCase):
             self.fails(path, names=path, says="is not a log of train_moe: line 1: ")
         for value in ('"4096"', "0", "-1", "1e400", "[]", "1" + "0" * 400):
             path = self.raw_log("odd", b'{"step": 1, "loss": 1.0}')
-            path.write_text(path.read_text().replace("4096", value))
+            path.write_text(path.read_text("utf-8").replace("4096", value), "utf-8")
             self.fails(path, "--over", "tokens", names=path, says="tokens-per-step")
 
     def test_huge_and_tiny_numbers(self):
@@ -464,10 +464,10 @@ class PlotLoss(unittest.TestCase):
 
     def test_as_a_command(self):
         command = [sys.executable, SCRIPT, self.log("first", self.rows(3)), "--out", "command.svg", "--title", b"\xff"]
-        done = subprocess.run(command, cwd=self.dir, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=self.dir, capture_output=True, encoding="utf-8")
         self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "wrote command.svg\n", ""))
         self.assertIn("\ufffd", [t.text for t in ET.parse(self.dir / "command.svg").iter(SVG + "text")])
-        done = subprocess.run([*command[:2], "none.jsonl"], cwd=self.dir, capture_output=True, text=True)
+        done = subprocess.run([*command[:2], "none.jsonl"], cwd=self.dir, capture_output=True, encoding="utf-8")
         self.assertEqual((done.returncode, done.stderr),
                          (1, "plot_loss.py: error: none.jsonl: cannot read it: No such file or directory\n"))
 
@@ -475,12 +475,12 @@ class PlotLoss(unittest.TestCase):
         """Links are not followed, a full disk leaves the old picture, and an existing temporary file is not touched."""
         log, victim = self.log("first", self.rows(3)), self.dir / "victim"
         for suffix in (".svg", ".pdf")[:2 if matplotlib else 1]:
-            victim.write_text("precious")
+            victim.write_text("precious", "utf-8")
             out = self.dir / f"out{suffix}"
             out.symlink_to(victim)
             done = self.run_script(log, "--out", out)
             self.assertEqual((done.returncode, done.stdout), (0, f"wrote {out}\n"))
-            self.assertEqual((out.is_symlink(), victim.read_text()), (False, "precious"))
+            self.assertEqual((out.is_symlink(), victim.read_text("utf-8")), (False, "precious"))
             part, before = self.dir / f"out{suffix}.tmp", out.read_bytes()
             part.symlink_to(victim)
             self.assertEqual(self.run_script(log, "--out", out).stderr,
@@ -489,7 +489,7 @@ class PlotLoss(unittest.TestCase):
             with mock.patch.object(plot_loss.script.os, "replace", side_effect=OSError(errno.ENOSPC, "No space left on device")):
                 self.assertEqual(self.run_script(log, "--out", out).stderr,
                                  f"plot_loss.py: error: {out}: cannot write it: No space left on device\n")
-            self.assertEqual((out.read_bytes(), victim.read_text(), part.exists()), (before, "precious", False))
+            self.assertEqual((out.read_bytes(), victim.read_text("utf-8"), part.exists()), (before, "precious", False))
 
     HOSTILE = b"a<b>&\"'\x01\x08\x0b\x1b\x7f\xc2\x85\xef\xbf\xbf\xff\xed\xa0\x80]]>\n\t \xf0\x9f\x98\x80"
 

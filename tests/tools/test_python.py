@@ -48,6 +48,34 @@ class Imports(unittest.TestCase):
         self.assertEqual(wrong, [])
 
 
+def is_text(name, call):
+    """Whether a call reads or writes text, by its function's name: a file, or the output of a process."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    if name in ("read_text", "write_text"):
+        return True
+    if name in ("open", "fdopen"):
+        mode = given.get("mode") or (call.args[1:2] or [ast.Constant("r")])[0]
+        return "b" not in ast.literal_eval(mode)
+    return name in ("getoutput", "getstatusoutput") or bool({"text", "universal_newlines"} & set(given))
+
+
+class Encodings(unittest.TestCase):
+    def test_text_is_utf8(self):
+        """Whoever reads or writes text names UTF-8, since a locale may have another encoding."""
+        wrong, known = [], 0
+        for at, call in nodes(ast.Call):
+            name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+            if isinstance(call.func, ast.Attribute) and name == "open":  # of os, gzip and others
+                continue
+            if is_text(name, call):
+                words = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "encoding")]
+                named = any(isinstance(word, ast.Constant) and word.value in ("utf-8", "latin-1") for word in words)
+                known += named
+                wrong += [] if named else [f"{at}: {ast.unparse(call)[:60]}"]
+        self.assertEqual(wrong, [])
+        self.assertGreater(known, 200)
+
+
 class LeastPython(unittest.TestCase):
     def test_one_line_on_an_older_one(self):
         """On an older Python, what a user starts ends with one line and exit code 2, and so does setup.sh for make."""

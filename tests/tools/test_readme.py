@@ -14,11 +14,11 @@ README_LINES = 80
 
 
 def page(name):
-    return (ROOT / name).read_text()
+    return (ROOT / name).read_text("utf-8")
 
 
 def output(*arguments):
-    return subprocess.run([PROGRAM, *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([PROGRAM, *arguments], check=True, capture_output=True, encoding="utf-8").stdout
 
 
 class Readme(unittest.TestCase):
@@ -64,14 +64,14 @@ class Readme(unittest.TestCase):
     def test_plan(self):
         """The plan that a page shows is what the command prints."""
         options, shown = re.search(r"(?s)\n\$ build/cpu/train_moe (--dry-run [^\n]*)\n(.*?)```", page("docs/running.md")).groups()
-        done = subprocess.run([PROGRAM, *options.split()], capture_output=True, text=True)
+        done = subprocess.run([PROGRAM, *options.split()], capture_output=True, encoding="utf-8")
         self.assertEqual((done.returncode, done.stdout), (1, shown))
 
     def test_paths_exist(self):
         """Files and folders of the tree that a page names exist."""
         tops = "|".join(p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in (".git", "build", "runs"))
         for path in PAGES:
-            for name in re.findall(rf"`((?:{tops})/(?:[\w./]+\.\w+|[\w/]*/)?)`", path.read_text()):
+            for name in re.findall(rf"`((?:{tops})/(?:[\w./]+\.\w+|[\w/]*/)?)`", path.read_text("utf-8")):
                 self.assertTrue((ROOT / name).exists(), f"{path.name}: {name}")
 
 

@@ -24,12 +24,12 @@ class Recipes(Case):
             folder.mkdir(exist_ok=True)
         for shard in ("val_000000", "train_000001"):
             write_shard(there / f"edu_fineweb_{shard}.bin", range(100))
-        (there / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []}}')
-        (tools / "nvidia-smi").write_text(f"#!/bin/sh\nfor i in {' '.join(map(str, range(gpus)))}; do echo GPU $i; done\n")
-        (tools / "mpirun").write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+        (there / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []}}', "utf-8")
+        (tools / "nvidia-smi").write_text(f"#!/bin/sh\nfor i in {' '.join(map(str, range(gpus)))}; do echo GPU $i; done\n", "utf-8")
+        (tools / "mpirun").write_text('#!/bin/sh\nshift 2\nexec "$@"\n', "utf-8")
         for tool in tools.iterdir():
             tool.chmod(0o755)
-        return subprocess.run(["sh", ROOT / f"scripts/recipes/{name}.sh", *map(str, options)], capture_output=True, text=True,
+        return subprocess.run(["sh", ROOT / f"scripts/recipes/{name}.sh", *map(str, options)], capture_output=True, encoding="utf-8",
                               cwd=self.dir, timeout=120,
                               env={**os.environ, "TRAIN_MOE": str(pathlib.Path(program).resolve()), "PATH": f"{tools}:{os.environ['PATH']}",
                                    "FINEWEB_URL": url or there.as_uri(), "FINEWEB_TOKENIZER_URL": there.as_uri()})
@@ -39,7 +39,7 @@ class Recipes(Case):
         self.assertEqual(names, ["16b", "debug", "medium", "small", "tiny"])
         for name in names:
             for text in ("--train", "my text/*.bin"), ("--train=my text/*.bin",), ():
-                with self.subTest(name, text=text):
+                with self.subTest(name, encoding="utf-8"):
                     done = self.start(name, *text, "--dry-run", "all", "--gpu-memory", 1e6, *(("--ranks", 4) if name == "16b" else ()))
                     self.assertEqual(done.returncode, 0, done.stderr)
                     self.assertEqual(done.stderr, "")

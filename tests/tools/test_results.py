@@ -16,7 +16,7 @@ NUMBER = r"(?<![\w.^-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?(?![\w^]|\.\d|,\d{3}| s
 
 def lines():
     return [json.loads(line, parse_float=decimal.Decimal, parse_int=decimal.Decimal)
-            for line in (ROOT / "bench/results.jsonl").read_text().splitlines()]
+            for line in (ROOT / "bench/results.jsonl").read_text("utf-8").splitlines()]
 
 
 def page_of(line):
@@ -79,11 +79,11 @@ class Lines(unittest.TestCase):
 
     def test_pages(self):
         """The pages are up to date, and show every line of a section."""
-        done = subprocess.run([sys.executable, ROOT / "bench/results.py", "--check"], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, ROOT / "bench/results.py", "--check"], capture_output=True, encoding="utf-8")
         self.assertEqual(done.returncode, 0, done.stderr)
         for line in lines():
             if line["section"]:
-                rows = [row for row in (ROOT / f"bench/{page_of(line)}.md").read_text().splitlines() if row.startswith(f"| {line['label']} |")]
+                rows = [row for row in (ROOT / f"bench/{page_of(line)}.md").read_text("utf-8").splitlines() if row.startswith(f"| {line['label']} |")]
                 values = [re.sub(r" \(.*|,", "", cell) for row in rows for cell in row.split(" | ")[1:]]
                 self.assertIn(line["value"], [decimal.Decimal(v) for v in values if re.fullmatch(r"-?[\d.]+(e-\d+)?", v)], line["id"])
 
@@ -92,7 +92,7 @@ class Quotes(unittest.TestCase):
     def test_quoted_numbers_are_measured(self):
         """A number that a page quotes is where its link points to, or it is such a number rounded."""
         measured = lines()
-        found = {page.name: list(quotes(page.read_text())) for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+        found = {page.name: list(quotes(page.read_text("utf-8"))) for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
         wrong = []
         for name, quoted in found.items():
             for where, text, links in quoted:

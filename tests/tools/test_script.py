@@ -38,7 +38,7 @@ class Case(unittest.TestCase):
 
     def ended(self, number, name, *command, **options):
         """Runs a command that gets a signal; checks that it ends with one line and by that signal."""
-        done = subprocess.run([sys.executable, *command], cwd=self.dir, capture_output=True, text=True, timeout=60, **options)
+        done = subprocess.run([sys.executable, *command], cwd=self.dir, capture_output=True, encoding="utf-8", timeout=60, **options)
         self.assertEqual((done.returncode, done.stdout, done.stderr),
                          (-number, "", f"{name}: ended by {number.name}\n"), name)
 
@@ -46,7 +46,7 @@ class Case(unittest.TestCase):
 class Signals(Case):
     def test_while_a_script_starts(self):
         """A signal in the first import after script.py; here the imported module sends it."""
-        (self.dir / "argparse.py").write_text("import os\nos.kill(os.getpid(), int(os.environ['NUMBER']))\n")
+        (self.dir / "argparse.py").write_text("import os\nos.kill(os.getpid(), int(os.environ['NUMBER']))\n", "utf-8")
         for name in NAMES:
             for number in script.SIGNALS:
                 self.ended(number, f"{name}.py", SCRIPTS / f"{name}.py",
@@ -54,10 +54,10 @@ class Signals(Case):
 
     def test_while_a_script_writes(self):
         """A signal leaves no new files, and does not change earlier ones."""
-        (self.dir / "in.jsonl").write_text(json.dumps({"context": "a", "endings": ["b", "c"], "label": 0}) + "\n")
-        (self.dir / "log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n')
+        (self.dir / "in.jsonl").write_text(json.dumps({"context": "a", "endings": ["b", "c"], "label": 0}) + "\n", "utf-8")
+        (self.dir / "log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n', "utf-8")
         for name, arguments in (("prepare_eval", ["in.jsonl", "--out", "out"]), ("plot_loss", ["log.jsonl", "--out", "out.svg"])):
-            (self.dir / arguments[-1]).write_text("precious")
+            (self.dir / arguments[-1]).write_text("precious", "utf-8")
             before = sorted(os.listdir(self.dir))
             for number in script.SIGNALS:
                 code = (f"import os, sys; sys.path.insert(0, {str(SCRIPTS)!r}); sys.dont_write_bytecode = True; import {name}\n"
@@ -65,7 +65,7 @@ class Signals(Case):
                         f"sys.argv = {[name + '.py', *arguments]!r}\n{name}.main()")
                 self.ended(number, f"{name}.py", "-c", code)
                 self.assertEqual(sorted(os.listdir(self.dir)), before)
-                self.assertEqual((self.dir / arguments[-1]).read_text(), "precious")
+                self.assertEqual((self.dir / arguments[-1]).read_text("utf-8"), "precious")
 
     def test_a_folder(self):
         for number in script.SIGNALS:
@@ -85,27 +85,27 @@ class Signals(Case):
         code = (f"import os, sys; sys.path.insert(0, {str(SCRIPTS)!r}); sys.dont_write_bytecode = True; import script\n"
                 "with script.in_place('new') as part:\n    child = os.fork()\n    if not child:\n"
                 "        os.kill(os.getpid(), 15)\n    os.waitpid(child, 0)\n    assert part.exists()\n")
-        done = subprocess.run([sys.executable, "-c", code], cwd=self.dir, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code], cwd=self.dir, capture_output=True, encoding="utf-8")
         self.assertEqual((done.returncode, done.stderr, os.listdir(self.dir)), (0, "", ["new"]))
 
 
 class FullDisk(Case):
     def test_standard_output(self):
         """A full disk behind stdout is one line and exit code 1, whatever the script does with errors of files."""
-        (self.dir / "log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n')
-        (self.dir / "in.jsonl").write_text(json.dumps({"context": "a", "endings": ["b", "c"], "label": 0}) + "\n")
+        (self.dir / "log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n', "utf-8")
+        (self.dir / "in.jsonl").write_text(json.dumps({"context": "a", "endings": ["b", "c"], "label": 0}) + "\n", "utf-8")
         shard = struct.pack("<3i", 20240520, 1, 4).ljust(1024, b"\0") + struct.pack("<4H", 1, 2, 1, 2)
         (self.dir / "shard.bin").write_bytes(shard)
         (self.dir / "bf16").mkdir()
-        (self.dir / "bf16/log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n')
-        (self.dir / "bf16/options.txt").write_text("--x --seed 1 --data-seed 1\n")
+        (self.dir / "bf16/log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n', "utf-8")
+        (self.dir / "bf16/options.txt").write_text("--x --seed 1 --data-seed 1\n", "utf-8")
         for name, arguments in (("plot_loss", ["log.jsonl"]), ("bigram", ["shard.bin", "shard.bin", "--seq-len", "2"]),
                                 ("prepare_eval", ["in.jsonl", "--out", "out"]), ("prepare_text", ["--help"]),
                                 ("compare_precision", ["--program", "shard.bin", "--out", ".", "--only", "bf16", "--", "--x"])):
             for unbuffered in ((), ("-u",)):
-                with open("/dev/full", "w") as full:
+                with open("/dev/full", "w", encoding="utf-8") as full:
                     done = subprocess.run([sys.executable, *unbuffered, SCRIPTS / f"{name}.py", *arguments], cwd=self.dir, stdout=full,
-                                          stderr=subprocess.PIPE, text=True, timeout=60)
+                                          stderr=subprocess.PIPE, encoding="utf-8", timeout=60)
                 said = done.stderr.replace("bf16: finished already\n", "")
                 self.assertEqual((done.returncode, said), (1, f"{name}.py: error: standard output: No space left on device\n"))
 
@@ -168,16 +168,16 @@ class Locales(Case):
 class InPlace(Case):
     def test_a_failure_leaves_what_was_there(self):
         path, part = self.dir / "file", self.dir / "file.tmp"
-        path.write_text("precious")
+        path.write_text("precious", "utf-8")
         with self.assertRaises(ZeroDivisionError), script.in_place(path):
-            part.write_text("half")
+            part.write_text("half", "utf-8")
             1 / 0
-        self.assertEqual((path.read_text(), part.exists(), script.unfinished), ("precious", False, []))
-        part.write_text("another's")
+        self.assertEqual((path.read_text("utf-8"), part.exists(), script.unfinished), ("precious", False, []))
+        part.write_text("another's", "utf-8")
         with self.assertRaises(script.Failure) as caught, script.in_place(path):
             self.fail()
         self.assertEqual(str(caught.exception), f"{part} is there already; remove it, if a killed run left it")
-        self.assertEqual(part.read_text(), "another's")
+        self.assertEqual(part.read_text("utf-8"), "another's")
 
     def test_signals_that_do_nothing_meanwhile(self):
         before = [signal.getsignal(number) for number in script.SIGNALS]

@@ -39,7 +39,7 @@ GRADIENT = 1e-5
 
 def changed(**values):
     """The sheet with other values of its enumerators."""
-    text = SHEET.read_text()
+    text = SHEET.read_text("utf-8")
     for name, value in values.items():
         text, count = re.subn(rf"\b{name} = \d+", f"{name} = {value}", text)
         assert count == 1, name
@@ -97,7 +97,7 @@ class Sheet(unittest.TestCase):
 
     @classmethod
     def start(cls, *command):
-        with open(cls.dir / f"{pathlib.Path(command[0]).name}.log", "a") as output:
+        with open(cls.dir / f"{pathlib.Path(command[0]).name}.log", "a", encoding="utf-8") as output:
             run = subprocess.Popen(command, cwd=cls.dir, env=dict(os.environ, OMP_NUM_THREADS="1"), stdout=output, stderr=subprocess.DEVNULL)
         cls.addClassCleanup(run.wait)
         cls.addClassCleanup(run.kill)
@@ -105,12 +105,12 @@ class Sheet(unittest.TestCase):
 
     @classmethod
     def compile(cls, text, name, *flags, compiler=CC):
-        (cls.dir / f"{name}.c").write_text(text)
-        return subprocess.run([compiler, "-fopenmp", *flags, f"{name}.c", "-o", name, "-lm"], cwd=cls.dir, capture_output=True, text=True)
+        (cls.dir / f"{name}.c").write_text(text, "utf-8")
+        return subprocess.run([compiler, "-fopenmp", *flags, f"{name}.c", "-o", name, "-lm"], cwd=cls.dir, capture_output=True, encoding="utf-8")
 
     def test_size(self):
         """One sheet: its length, no header of ours, and a file of the program at each op."""
-        lines = SHEET.read_text().splitlines()
+        lines = SHEET.read_text("utf-8").splitlines()
         self.assertLessEqual(len(lines), MOST_LINES)
         self.assertLessEqual(max(map(len, lines)), MOST_COLUMNS)
         self.assertEqual([line for line in lines if re.match(r"#\s*(include *\"|define)", line)], [])
@@ -122,7 +122,7 @@ class Sheet(unittest.TestCase):
         for compiler in filter(shutil.which, ("gcc", "clang")):
             empty = self.compile("#include <omp.h>\nint main(void) { return omp_get_num_threads() - 1; }\n", "empty", compiler=compiler)
             if empty.returncode == 0:  # else without OpenMP
-                done = self.compile(SHEET.read_text(), "warnings", *WARNINGS, "-O1", compiler=compiler)
+                done = self.compile(SHEET.read_text("utf-8"), "warnings", *WARNINGS, "-O1", compiler=compiler)
                 self.assertEqual((done.returncode, done.stderr), (0, ""), compiler)
 
     def test_sanitizers(self):
@@ -145,7 +145,7 @@ class Sheet(unittest.TestCase):
         for name, data in (("cut", whole[:-1]), ("wide", whole[:-2] + struct.pack("<H", 257)),
                            ("few", whole[:8] + struct.pack("<i", tokens) + whole[12:1024 + 2 * tokens])):
             (self.dir / name).write_bytes(data)
-            done = subprocess.run(["./sheet", "short.bin", name], cwd=self.dir, capture_output=True, text=True)
+            done = subprocess.run(["./sheet", "short.bin", name], cwd=self.dir, capture_output=True, encoding="utf-8")
             self.assertEqual((done.returncode, done.stdout), (1, ""), name)
             self.assertRegex(done.stderr, rf"^{name}: [^\n]+\n$")
 
@@ -153,8 +153,8 @@ class Sheet(unittest.TestCase):
         """The losses of 50 steps and the gradients of the first one are the program's."""
         self.assertEqual(self.compiled.returncode, 0, self.compiled.stderr)
         self.assertEqual([run.wait() for run in self.runs], [0, 0, 0])
-        steps = [json.loads(line) for line in (self.dir / "run/log.jsonl").read_text().splitlines()[1:]]
-        losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", (self.dir / "sheet.log").read_text(errors="replace"), re.M)]
+        steps = [json.loads(line) for line in (self.dir / "run/log.jsonl").read_text("utf-8").splitlines()[1:]]
+        losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", (self.dir / "sheet.log").read_text(errors="replace", encoding="utf-8"), re.M)]
         self.assertEqual((len(losses), len(steps)), (STEPS, STEPS))
         worst = max(range(STEPS), key=lambda i: abs(losses[i] - steps[i]["loss"]))
         print(f"largest difference of losses {abs(losses[worst] - steps[worst]['loss']):.1e}, step {worst + 1}")
