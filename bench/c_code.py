@@ -25,7 +25,7 @@ END = "<|endoftext|>"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("sources", nargs="+", help="folders")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()

@@ -63,7 +63,7 @@ def place_of(loss, losses):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     for name in "train", "val", "out":
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--program", default=str(ROOT / "build/cuda/train_moe"))

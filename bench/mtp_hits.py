@@ -33,7 +33,7 @@ def rmsnorm(x, w, eps):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("step")
     parser.add_argument("shard")
     parser.add_argument("--seq-len", type=int, default=1024)

@@ -263,7 +263,7 @@ def validate(args, model, tokens, autocast):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=PRESETS, default="small")
     parser.add_argument("--init", type=pathlib.Path, help="a checkpoint's folder: sizes and weights")
     parser.add_argument("--layers", type=int)

@@ -42,7 +42,7 @@ def read_shard(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("train")
     parser.add_argument("val")
     parser.add_argument("--seq-len", type=int, default=256)

@@ -344,7 +344,7 @@ def svg(sets, seeds, length, title=TITLE, each=1):
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="compare_precision.py --out FOLDER [options] -- TRAIN_MOE_OPTIONS")
     program = ROOT / "build/cuda/train_moe"
     if not program.exists() or b"GPU" not in subprocess.run("nvidia-smi -L 2>/dev/null", shell=True, stdout=subprocess.PIPE).stdout:

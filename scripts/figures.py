@@ -261,7 +261,7 @@ def compare_billion():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", default=str(ROOT / "build/cpu/train_moe"))
     parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER")
     parser.add_argument("name", nargs="*")

@@ -249,7 +249,7 @@ def send_all(board, runs, read, sent, wait):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN",
                         help="log.jsonl, or its folder")
     parser.add_argument("--follow", nargs="?", type=float, const=10, metavar="SECONDS",

@@ -113,7 +113,7 @@ def mxfp4(x):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Write the golden casts of the tests of four-bit formats.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Write the golden casts of the tests of four-bit formats.")
     default = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden"
     parser.add_argument("--out", type=pathlib.Path, default=default, help="folder (default: tests/golden)")
     args = parser.parse_args()

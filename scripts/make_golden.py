@@ -365,7 +365,7 @@ def make_muon(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Write the golden models of the tests.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Write the golden models of the tests.")
     default = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden"
     parser.add_argument("--out", type=pathlib.Path, default=default, help="folder (default: tests/golden)")
     parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS), help="which (default: all)")

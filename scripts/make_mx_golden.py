@@ -75,7 +75,7 @@ def cast(x, mode):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Write the golden casts of the MXFP8 tests.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Write the golden casts of the MXFP8 tests.")
     default = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden"
     parser.add_argument("--out", type=pathlib.Path, default=default, help="folder (default: tests/golden)")
     args = parser.parse_args()

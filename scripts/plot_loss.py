@@ -198,7 +198,7 @@ def save_by_matplotlib(path, suffix, panels, entries, x_label, title, key):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", type=pathlib.Path, metavar="RUN",
                         help="log.jsonl, or its folder")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("loss.svg"), metavar="FILE",

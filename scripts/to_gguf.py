@@ -270,7 +270,7 @@ def convert(step, out, dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder, a run's or a release's")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT.gguf", help="a new file")
     parser.add_argument("--dtype", choices=FILE_TYPES, default="bf16", help="of the weights (bf16)")

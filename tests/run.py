@@ -112,7 +112,7 @@ def run(name, command, timeout, jobs, program):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["fast", "slow"], help="of the Python files; both without it")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one test (600)")
     parser.add_argument("--jobs", type=int, default=min(8, CORES), help="tests at a time (8, fewer on few cores)")

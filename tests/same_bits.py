@@ -166,14 +166,14 @@ def compare(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    recording = commands.add_parser("record")
+    recording = commands.add_parser("record", allow_abbrev=False)
     recording.add_argument("file", type=pathlib.Path)
     recording.add_argument("--program", type=pathlib.Path, default=ROOT / "build/cpu/train_moe")
     recording.add_argument("--ranks", type=int, default=1, help="GPUs, of the CUDA build")
     recording.set_defaults(do=record)
-    comparing = commands.add_parser("compare")
+    comparing = commands.add_parser("compare", allow_abbrev=False)
     comparing.add_argument("before", type=pathlib.Path)
     comparing.add_argument("after", type=pathlib.Path)
     comparing.set_defaults(do=compare)

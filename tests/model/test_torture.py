@@ -306,7 +306,7 @@ def run(kills, fails, damages, seed, jobs=os.cpu_count(), only=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in dict(kills=40, fails=20, damages=20, seed=1, jobs=os.cpu_count()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--only", help="one case, e.g. kill/17")

@@ -365,6 +365,7 @@ class Compare(unittest.TestCase):
                            (["--set", "bf16-seed-2", ""], "does not end in -seed-NUMBER"),
                            (["--set", "a-seed-12", ""], "does not end in -seed-NUMBER"),
                            (["--seed", 0], "--seed is at least 1"), (["--seed", -1], "--seed is at least 1"),
+                           (["--precision", "mxfp8"], "unrecognized arguments: --precision mxfp8"),
                            (["--all-seeds"], "--all-seeds goes with --seeds of at least 2"),
                            (["--launch", "'"], "argument --launch"),
                            (["--set", "a", "--out x"], "--out among"), (["--seeds", 0], "at least 1"), (["--at-once", 0], "at least 1"),

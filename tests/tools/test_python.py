@@ -76,6 +76,14 @@ class Encodings(unittest.TestCase):
         self.assertGreater(known, 200)
 
 
+class Options(unittest.TestCase):
+    def test_none_is_abbreviated(self):
+        """A mistyped option is an error: no parser takes the beginning of another option for it."""
+        parsers = [(at, ast.unparse(call)) for at, call in nodes(ast.Call) if getattr(call.func, "attr", "") in ("ArgumentParser", "add_parser")]
+        self.assertGreater(len(parsers), 20)
+        self.assertEqual([at for at, call in parsers if "allow_abbrev=False" not in call], [])
+
+
 class LeastPython(unittest.TestCase):
     def test_one_line_on_an_older_one(self):
         """On an older Python, what a user starts ends with one line and exit code 2, and so does setup.sh for make."""
