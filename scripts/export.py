@@ -96,9 +96,12 @@ def check(step):
         if ".adam." in file["name"]:
             continue
         crc = 0
-        with open(inside(step, file["name"]), "rb") as opened:
-            for piece in iter(lambda: opened.read(1 << 24), b""):
-                crc = zlib.crc32(piece, crc)
+        try:
+            with open(inside(step, file["name"]), "rb") as opened:
+                for piece in iter(lambda: opened.read(1 << 24), b""):
+                    crc = zlib.crc32(piece, crc)
+        except OSError as error:
+            raise Failure(f"{step / file['name']}: {error.strerror}") from error
         if crc != file["crc32"]:
             raise Failure(f"{step / file['name']}: altered (its CRC-32 is {crc}, the manifest says {file['crc32']})")
 
@@ -222,8 +225,10 @@ def run(name, packages, work):
         from safetensors import SafetensorError
         try:
             work()
-        except (Failure, OSError, SafetensorError) as error:
+        except (Failure, SafetensorError) as error:
             print(f"{name}: error: {error}", file=sys.stderr)
+        except OSError as error:
+            print(f"{name}: error: {error.filename}: {error.strerror or error}", file=sys.stderr)
         except KeyError as error:
             print(f"{name}: error: config.json, manifest.json or tokenizer.json has no {error}", file=sys.stderr)
         else:

@@ -14,6 +14,7 @@ import script
 from script import Failure
 
 import argparse
+import io
 import pathlib
 import statistics
 
@@ -154,8 +155,8 @@ def picture_of(names, logs, places, args):
     return panels, list(entries.values()), ", ".join([lines] + circled if lined else [])
 
 
-def save_by_matplotlib(path, suffix, panels, entries, x_label, title, key):
-    """The same picture as draw_svg's, for what SVG is no format."""
+def drawn_by_matplotlib(suffix, panels, entries, x_label, title, key):
+    """The bytes of the same picture as draw_svg's, for what SVG is no format."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -194,7 +195,9 @@ def save_by_matplotlib(path, suffix, panels, entries, x_label, title, key):
         lines = [draw(all_axes[0], [], i, linestyle=dashes(i), linewidth=2) for i in range(len(entries))]
         figure.legend(lines, entries, loc="outside upper left", frameon=False, title=title, alignment="left")
         all_axes[0].set_title(key, loc="left", fontsize=9, color="#777777")
-        figure.savefig(path, format=suffix[1:], dpi=200)
+        file = io.BytesIO()  # on a full disk its writer of PDF fails otherwise
+        figure.savefig(file, format=suffix[1:], dpi=200)
+        return file.getvalue()
 
 
 def main():
@@ -240,10 +243,7 @@ def main():
     # The picture.
     try:
         with script.in_place(args.out) as part:
-            if suffix == ".svg":
-                part.write_text(draw_svg(*picture), encoding="utf-8")
-            else:
-                save_by_matplotlib(part, suffix, *picture)
+            part.write_bytes(draw_svg(*picture).encode() if suffix == ".svg" else drawn_by_matplotlib(suffix, *picture))
     except Failure as error:
         fail(f"--out {args.out}: {error}")
     except OSError as error:

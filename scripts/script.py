@@ -122,6 +122,10 @@ def in_place(path, part=None, create=lambda part: part.touch(exist_ok=False)):
     try:
         yield part
         os.replace(part, path)
+    except OSError as error:
+        if error.errno:
+            error.filename = error.filename2 or error.filename or path  # a write names no file
+        raise
     finally:
         remove(part)  # it is there no more if it is in its place
         unfinished.remove(part)

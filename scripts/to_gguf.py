@@ -266,6 +266,10 @@ def convert(step, out, dtype):
                 write_tensors(writer, weights, config, dtype)
             except ValueError as error:
                 raise Failure(f"{step}: its files do not fit together: {error}") from error
+            except OSError as error:
+                if error.errno:
+                    raise
+                raise Failure(f"{out}: cannot write all of it ({error}); is the disk full?") from error  # numpy gives no reason
     print(f"wrote {out}")
 
 

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import pathlib
+import resource
 import shutil
 import struct
 import subprocess
@@ -312,6 +313,18 @@ class Gguf(cli.Case):
         self.assertIn("Größe".encode(), dict(made[0])["Größe.gguf".encode()])
         for others in made[1:]:
             self.assertEqual(others, made[0])
+
+    def test_a_full_disk(self):
+        """It is one line with the file's name, wherever in the file, and leaves nothing."""
+        step, _ = self.trained()
+        before = cli.snapshot(self.dir)
+        for limit in (1, 20000, 60000):
+            for script, out in ("export.py", "release"), ("to_gguf.py", "model.gguf"):
+                done = subprocess.run([sys.executable, cli.ROOT / "scripts" / script, step, out], cwd=self.dir, capture_output=True,
+                                      encoding="utf-8", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+                self.assertEqual((done.returncode, done.stdout), (1, ""), (script, limit))
+                self.assertRegex(done.stderr, rf"^{script}: error: {out}(\.tmp/\w+\.json)?: (File too large|cannot write all of it .*disk full\?)\n$")
+                self.assertEqual(cli.snapshot(self.dir), before)
 
     def test_warnings(self):
         """Where llama.cpp differs a little, a line says so."""

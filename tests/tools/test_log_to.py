@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import struct
@@ -359,9 +360,11 @@ class TensorBoard(Case):
 
     def test_a_full_disk_is_named(self):
         run = self.log("run", steps(1, 3))
-        with mock.patch.object(log_to.TensorBoard, "write", side_effect=OSError(28, "No space left on device")):
-            _, said = self.run_script(run, "--tensorboard", "board", code=1)
-        self.assertEqual(said, "log_to.py: error: board: No space left on device\n")
+        done = subprocess.run([sys.executable, SCRIPT, run, "--tensorboard", "board"], capture_output=True, encoding="utf-8",
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)))
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertRegex(done.stderr, r"^log_to\.py: error: board/run/events\.out\.tfevents\.\d+\.train_moe: File too large\n$")
+        self.assertEqual(os.listdir("board/run"), ["log_to.source"])
 
     def test_failures(self):
         run = self.log("run", steps(1, 3))

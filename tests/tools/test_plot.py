@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -490,6 +491,16 @@ class PlotLoss(unittest.TestCase):
                 self.assertEqual(self.run_script(log, "--out", out).stderr,
                                  f"plot_loss.py: error: {out}: cannot write it: No space left on device\n")
             self.assertEqual((out.read_bytes(), victim.read_text("utf-8"), part.exists()), (before, "precious", False))
+
+    def test_a_full_disk(self):
+        """It is one line with the picture's name, and leaves no file."""
+        log, before = self.log("first", self.rows(300)), None
+        for suffix in (".svg", ".png", ".pdf")[:3 if matplotlib else 1]:
+            before = before or sorted(os.listdir())
+            done = subprocess.run([sys.executable, SCRIPT, log, "--out", f"out{suffix}"], capture_output=True, encoding="utf-8",
+                                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)))
+            self.assertEqual((done.returncode, done.stdout, done.stderr), (1, "", f"plot_loss.py: error: out{suffix}: cannot write it: File too large\n"))
+            self.assertEqual(sorted(os.listdir()), before)
 
     HOSTILE = b"a<b>&\"'\x01\x08\x0b\x1b\x7f\xc2\x85\xef\xbf\xbf\xff\xed\xa0\x80]]>\n\t \xf0\x9f\x98\x80"
 
