@@ -85,8 +85,11 @@ def check(step):
     """All that was saved is as it was, and is all that is read; the moments are not looked at."""
     path = step / "manifest.json"
     manifest, (body, _, end) = read_json(path), path.read_text("utf-8").rpartition(',\n"manifest_crc32": ')
-    if manifest.get("format") != FORMAT or end != f"{zlib.crc32(body.encode())}}}\n":
-        raise Failure(f"{path}: altered, or not of this version")
+    if end != f"{zlib.crc32(body.encode())}}}\n":
+        raise Failure(f"{path}: altered (its CRC-32 differs)")
+    if manifest.get("format") != FORMAT:
+        raise Failure(f"{path}: its format is {manifest.get('format')!r}, not {FORMAT!r}: another version made it; "
+                      "train_moe --init can read its weights")
     want(manifest, path, "files", "a list of files", lambda files: type(files) is list and all(
         type(file) is dict and type(file["name"]) is str and type(file["crc32"]) is int for file in files))
     unlisted = set(weight_map(step).values()) - {file["name"] for file in manifest["files"]}

@@ -1,9 +1,12 @@
-"""MXFP4 values of scripts/export.py --experts mxfp4: python3 tests/tools/test_export_fp4.py"""
+"""scripts/export.py: MXFP4 values of --experts mxfp4, and manifests: python3 tests/tools/test_export_fp4.py"""
 import contextlib
 import io
+import json
 import pathlib
 import sys
+import tempfile
 import unittest
+import zlib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -41,6 +44,19 @@ class Values(unittest.TestCase):
                 export.warn_untrained(options)
             self.assertIn(said, told.getvalue())
             self.assertEqual(bool(said), bool(told.getvalue()))
+
+
+class Manifest(unittest.TestCase):
+    def test_another_format_is_named(self):
+        """A checkpoint of another format is not called altered, and one whose manifest has another CRC-32 is."""
+        for name, crc, said in (("1", 0, "its format is 'train_moe checkpoint 1', not 'train_moe checkpoint 2': another version made it"),
+                                ("2", 1, "manifest.json: altered")):
+            body = json.dumps({"format": f"train_moe checkpoint {name}", "files": []})[:-1]
+            with tempfile.TemporaryDirectory() as folder:
+                step = pathlib.Path(folder)
+                (step / "manifest.json").write_text(f'{body},\n"manifest_crc32": {zlib.crc32(body.encode()) + crc}}}\n', "utf-8")
+                with self.assertRaisesRegex(export.Failure, said):
+                    export.check(step)
 
 
 if __name__ == "__main__":
