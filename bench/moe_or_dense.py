@@ -41,8 +41,9 @@ class Run:
     def __init__(self, folder):
         seconds, self.points = 0, []
         done = 0
-        for line in open(folder / "log.jsonl", encoding="utf-8"):
-            row = json.loads(line)
+        with open(folder / "log.jsonl", encoding="utf-8") as log:
+            rows = list(map(json.loads, log))
+        for row in rows:
             if "step" not in row:
                 continue
             seconds += row["ms"] * (row["step"] - done) / 1000  # PyTorch's log has a line for ten steps
