@@ -444,8 +444,8 @@ def main(arguments=None):
                         help="instead: train a byte-level BPE of N tokens on the training text, or on 128 MiB of it")
     parser.add_argument("--eot", type=script.text, metavar="TOKEN",
                         help="tokenizers: the end-of-text token, if it has an unusual name")
-    parser.add_argument("--field", type=script.text, help="field with the text in records of .jsonl, .ndjson, .json and .parquet; data.text is "
-                        "the field text of the field data (text)")
+    parser.add_argument("--field", type=script.text, help="field with the text in records of .jsonl, .ndjson, .json and .parquet; "
+                        "data.text is the field text of the field data (text)")
     parser.add_argument("--json-as-text", action="store_true",
                         help="take .json files as text, as for source code, and not as records, one a line")
     parser.add_argument("--split-on", type=utf8, metavar="TEXT",

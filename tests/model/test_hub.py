@@ -625,7 +625,8 @@ class Export(Case):
             code = (f"import sys; sys.path.insert(0, {str(script.parent)!r}); import export; "
                     f"export.FILE_BYTES = {40000 if files > 1 else 10**9}; sys.exit(export.main())")
             code = "import sys; sys.modules['ml_dtypes'] = None\n" + code  # no required package installs it
-            done = subprocess.run([sys.executable, "-c", code, step, out, "--dtype", dtype], check=True, capture_output=True, encoding="utf-8")
+            done = subprocess.run([sys.executable, "-c", code, step, out, "--dtype", dtype], check=True, capture_output=True,
+                                  encoding="utf-8")
             self.assertEqual(done.stdout, f"wrote {out}\n")
             self.assertGreaterEqual(len(list(out.glob("*.safetensors"))), files)
             self.assertEqual(len({path.stat().st_mode for path in out.iterdir()}), 1)

@@ -86,7 +86,8 @@ class Build(unittest.TestCase):
         places.append(f"-I{pip}/include -L{pip}/lib -Wl,-rpath,{pip}/lib -l:libfake.so.2")
         self.assertEqual(find().stdout.strip(), places[-1])
         package = self.tree("package", "fake")
-        (self.dir / "fake.pc").write_text(f"Name: fake\nDescription: fake\nVersion: 1\nCflags: -I{package}/include\nLibs: -L{package}/lib -lfake\n", "utf-8")
+        (self.dir / "fake.pc").write_text(f"Name: fake\nDescription: fake\nVersion: 1\nCflags: -I{package}/include\n"
+                                          f"Libs: -L{package}/lib -lfake\n", "utf-8")
         environment["PKG_CONFIG_PATH"] = str(self.dir)
         if shutil.which("pkg-config"):
             self.assertEqual(find().stdout.strip(), f"-I{package}/include -L{package}/lib -lfake")
@@ -116,7 +117,8 @@ class Build(unittest.TestCase):
         nvcc = self.dir / "site/nvidia/cu13/bin/nvcc"
         nvcc.parent.mkdir(parents=True)
         (self.dir / "bin/nvcc").rename(nvcc)
-        done = subprocess.run(["make", "-pn", "help", "MPI=0", f"PYTHON={sys.executable}"], cwd=self.dir, timeout=60, capture_output=True, encoding="utf-8",
+        done = subprocess.run(["make", "-pn", "help", "MPI=0", f"PYTHON={sys.executable}"], cwd=self.dir, timeout=60,
+                              capture_output=True, encoding="utf-8",
                               env=self.environment() | {"PATH": f"{self.dir}/bin:/usr/bin:/bin", "PYTHONPATH": f"{self.dir}/site"})
         if not shutil.which("nvcc", path="/usr/bin:/bin"):
             self.assertRegex(done.stdout, rf"(?m)^HAVE_NVCC := {re.escape(str(nvcc))}$")

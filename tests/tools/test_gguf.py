@@ -288,7 +288,8 @@ class Gguf(cli.Case):
         before, tensors = self.bytes_of(release), safetensors.numpy.load_file(release / "model.safetensors")
         tensors["model.norm.weight"] += 1
         safetensors.numpy.save_file(tensors, release / "other.safetensors")
-        (release / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(tensors, "other.safetensors"))), "utf-8")
+        (release / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(tensors, "other.safetensors"))),
+                                                              "utf-8")
         self.assertTrue(self.bytes_of(release) == before)
         (release / "model.safetensors").unlink()
         self.assertFalse(self.bytes_of(release) == before)
@@ -303,8 +304,8 @@ class Gguf(cli.Case):
             made.append([])
             for script, out in ("export.py", "Größe"), ("to_gguf.py", "Größe.gguf"):
                 (self.dir / name).mkdir(exist_ok=True)
-                done = subprocess.run([sys.executable, cli.ROOT / "scripts" / script, step, out.encode()], cwd=self.dir / name, env=environment,
-                                      capture_output=True)
+                done = subprocess.run([sys.executable, cli.ROOT / "scripts" / script, step, out.encode()], cwd=self.dir / name,
+                                      env=environment, capture_output=True)
                 self.assertEqual((done.returncode, done.stdout), (0, f"wrote {out}\n".encode()), f"{name}: {done.stderr}")
             for at, _, files in os.walk(os.fsencode(self.dir / name)):
                 for file in sorted(files):
@@ -323,7 +324,8 @@ class Gguf(cli.Case):
                 done = subprocess.run([sys.executable, cli.ROOT / "scripts" / script, step, out], cwd=self.dir, capture_output=True,
                                       encoding="utf-8", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
                 self.assertEqual((done.returncode, done.stdout), (1, ""), (script, limit))
-                self.assertRegex(done.stderr, rf"^{script}: error: {out}(\.tmp/\w+\.json)?: (File too large|cannot write all of it .*disk full\?)\n$")
+                self.assertRegex(done.stderr,
+                                 rf"^{script}: error: {out}(\.tmp/\w+\.json)?: (File too large|cannot write all of it .*disk full\?)\n$")
                 self.assertEqual(cli.snapshot(self.dir), before)
 
     def test_warnings(self):
@@ -427,7 +429,8 @@ class Gguf(cli.Case):
         step = self.trained(**MODELS["latent queries, groups, YaRN"])[0]
         release = self.dir / "release"
         subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, release], check=True, capture_output=True)
-        (release / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<|endoftext|>", add_bos_token=True, chat_template="x")), "utf-8")
+        (release / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<|endoftext|>", add_bos_token=True, chat_template="x")),
+                                                       "utf-8")
 
         def values_of(record, place=()):
             yield place

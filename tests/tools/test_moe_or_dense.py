@@ -24,8 +24,8 @@ with open(pathlib.Path(given["--out"], "log.jsonl"), "w") as log:
     print(json.dumps(dict(vocab=257)), file=log)
     for step in range(1, steps + 1):
         val = end + (1 - 2 * step / steps if step < steps else 0)
-        print(json.dumps(dict(step=step, ms=1200 if moe else 1000, val_loss=val if step % int(given["--val-every"]) == 0 or step == steps else None)),
-              file=log)
+        val = val if step % int(given["--val-every"]) == 0 or step == steps else None
+        print(json.dumps(dict(step=step, ms=1200 if moe else 1000, val_loss=val)), file=log)
 """
 
 

@@ -499,7 +499,8 @@ class PlotLoss(unittest.TestCase):
             before = before or sorted(os.listdir())
             done = subprocess.run([sys.executable, SCRIPT, log, "--out", f"out{suffix}"], capture_output=True, encoding="utf-8",
                                   preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)))
-            self.assertEqual((done.returncode, done.stdout, done.stderr), (1, "", f"plot_loss.py: error: out{suffix}: cannot write it: File too large\n"))
+            self.assertEqual((done.returncode, done.stdout, done.stderr),
+                             (1, "", f"plot_loss.py: error: out{suffix}: cannot write it: File too large\n"))
             self.assertEqual(sorted(os.listdir()), before)
 
     HOSTILE = b"a<b>&\"'\x01\x08\x0b\x1b\x7f\xc2\x85\xef\xbf\xbf\xff\xed\xa0\x80]]>\n\t \xf0\x9f\x98\x80"

@@ -40,7 +40,8 @@ class Imports(unittest.TestCase):
         names = {name for _, node in nodes((ast.Import, ast.ImportFrom)) for name in modules_of(node)} - {path.stem for path in FILES}
         code = "import importlib.util, sys; print(*[name for name in sys.argv[1:] if not importlib.util.find_spec(name)])"
         # -S: without the folders of packages.
-        packages = subprocess.run([sys.executable, "-I", "-S", "-c", code, *names], check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout.split()
+        command = [sys.executable, "-I", "-S", "-c", code, *names]
+        packages = subprocess.run(command, check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout.split()
         self.assertIn("numpy", packages)
         safe = {inner for _, node in nodes((ast.Try, ast.ClassDef, ast.FunctionDef)) if skips(node) for inner in ast.walk(node)}
         wrong = [f"{at} {name}" for at, node in nodes((ast.Import, ast.ImportFrom)) if at.startswith("tests/") and node not in safe
@@ -79,7 +80,8 @@ class Encodings(unittest.TestCase):
 class Options(unittest.TestCase):
     def test_none_is_abbreviated(self):
         """A mistyped option is an error: no parser takes the beginning of another option for it."""
-        parsers = [(at, ast.unparse(call)) for at, call in nodes(ast.Call) if getattr(call.func, "attr", "") in ("ArgumentParser", "add_parser")]
+        parsers = [(at, ast.unparse(call)) for at, call in nodes(ast.Call)
+                   if getattr(call.func, "attr", "") in ("ArgumentParser", "add_parser")]
         self.assertGreater(len(parsers), 20)
         self.assertEqual([at for at, call in parsers if "allow_abbrev=False" not in call], [])
 
@@ -94,7 +96,8 @@ class LeastPython(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             pathlib.Path(folder, "sitecustomize.py").write_text("import sys\nsys.version_info = 3, 8, 20\n", "utf-8")
             environment = dict(os.environ, PYTHONPATH=folder, PYTHON=sys.executable)
-            for name, command in [("least_python.py", ["sh", "scripts/setup.sh"]), *((path.name, [sys.executable, path]) for path in started)]:
+            commands = [("least_python.py", ["sh", "scripts/setup.sh"]), *((path.name, [sys.executable, path]) for path in started)]
+            for name, command in commands:
                 done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8")
                 self.assertEqual((done.returncode, done.stdout), (2, ""), f"{command}: {done.stderr}")
                 self.assertRegex(done.stderr, rf"^{name}: error: needs Python \d\.\d+ or later, but [^\n]*\n$")

@@ -83,7 +83,8 @@ class Lines(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         for line in lines():
             if line["section"]:
-                rows = [row for row in (ROOT / f"bench/{page_of(line)}.md").read_text("utf-8").splitlines() if row.startswith(f"| {line['label']} |")]
+                rows = [row for row in (ROOT / f"bench/{page_of(line)}.md").read_text("utf-8").splitlines()
+                        if row.startswith(f"| {line['label']} |")]
                 values = [re.sub(r" \(.*|,", "", cell) for row in rows for cell in row.split(" | ")[1:]]
                 self.assertIn(line["value"], [decimal.Decimal(v) for v in values if re.fullmatch(r"-?[\d.]+(e-\d+)?", v)], line["id"])
 

@@ -122,8 +122,8 @@ class Locales(Case):
             ["prepare_text", f"{odd}/text", "--split-on", "｜", "--val-fraction", "0", "--name", odd, "--out", f"{odd}/new"],
             ["prepare_text", f"{odd}/in.jsonl", "--field", odd, "--val-fraction", "0", "--out", f"{odd}/field"],
             ["prepare_eval", f"{odd}/in.jsonl", "--out", f"{odd}/eval.bin"],
-            ["compare_precision", "--program", f"{odd}/shard.bin", "--out", odd, "--only", "Größe", "--set", "Größe", "--y ö", "--seeds", "2",
-             "--all-seeds", "--", "--x"],
+            ["compare_precision", "--program", f"{odd}/shard.bin", "--out", odd, "--only", "Größe", "--set", "Größe", "--y ö",
+             "--seeds", "2", "--all-seeds", "--", "--x"],
             ["compare_precision", "--help"])
         seen = {}
         for name, environment in locales(self.dir).items():

@@ -106,7 +106,8 @@ class Sheet(unittest.TestCase):
     @classmethod
     def compile(cls, text, name, *flags, compiler=CC):
         (cls.dir / f"{name}.c").write_text(text, "utf-8")
-        return subprocess.run([compiler, "-fopenmp", *flags, f"{name}.c", "-o", name, "-lm"], cwd=cls.dir, capture_output=True, encoding="utf-8")
+        return subprocess.run([compiler, "-fopenmp", *flags, f"{name}.c", "-o", name, "-lm"], cwd=cls.dir, capture_output=True,
+                              encoding="utf-8")
 
     def test_size(self):
         """One sheet: its length, no header of ours, and a file of the program at each op."""
@@ -154,7 +155,7 @@ class Sheet(unittest.TestCase):
         self.assertEqual(self.compiled.returncode, 0, self.compiled.stderr)
         self.assertEqual([run.wait() for run in self.runs], [0, 0, 0])
         steps = [json.loads(line) for line in (self.dir / "run/log.jsonl").read_text("utf-8").splitlines()[1:]]
-        losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", (self.dir / "sheet.log").read_text(errors="replace", encoding="utf-8"), re.M)]
+        losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", (self.dir / "sheet.log").read_text("utf-8", "replace"), re.M)]
         self.assertEqual((len(losses), len(steps)), (STEPS, STEPS))
         worst = max(range(STEPS), key=lambda i: abs(losses[i] - steps[i]["loss"]))
         print(f"largest difference of losses {abs(losses[worst] - steps[worst]['loss']):.1e}, step {worst + 1}")
