@@ -14,10 +14,10 @@ The next run of the same NAME removes the .tmp files of a killed run. Two runs o
 Every document begins with the end-of-text token. The byte tokenizer (ids 0..255, 256 = end of text) needs only
 Python's standard library. A document is a record of a .jsonl, .ndjson, .json or .parquet file (its --field), or a
 whole file of another kind. With --split-on it is a part of one, without the line ends around it. Files that end in
-.gz, .xz or .zst are decompressed as they are read. In a folder, files that are not text, links to folders and dangling
-links are left out and counted. So are records without a text, in all files. Text is processed a few MiB at a time; a
-longer document is cut at line ends. One process reads and writes, and --jobs processes encode. The shards are the
-same for any number of jobs.
+.gz, .xz or .zst are decompressed as they are read. Files that are not text, or are damaged, are left out and counted.
+So are records without a text, and in folders links to folders and dangling links. Text is processed a few MiB at a
+time; a longer document is cut at line ends. One process reads and writes, and --jobs processes encode. The shards are
+the same for any number of jobs.
 
 Without --val, a hash of a document's beginning decides if it is validation. So the same text is always on the same
 side. With a few books this share may be below a quarter of --val-fraction or above four times it. Validation is then
@@ -340,7 +340,7 @@ def choose_tokenizer(args, prefix, dealt):
 def prepare(args):
     # The inputs, and the checks that no file is in the way.
     left_out = LeftOut(args.strict)
-    train, val = (Text(*find_files(inputs, args.glob, left_out), left_out, args.split_on, args.field or "text",
+    train, val = (Text(find_files(inputs, args.glob, left_out), left_out, args.split_on, args.field or "text",
                        args.json_as_text) for inputs in (args.inputs, args.val or []))
     if args.field and not (train.has_records() or val.has_records()):
         raise Failure("--field is for records, and none of the files is .jsonl, .ndjson, .json or .parquet")
@@ -373,9 +373,9 @@ def prepare(args):
         if train.bad + val.bad:
             print(f"prepare_text.py: warning: {train.bad + val.bad} records left out (the first: "
                   f"{shown(train.first_bad or val.first_bad)}); --strict stops there", file=sys.stderr)
-        for split, wanted in (("train", True), ("val", val.files)):
-            if wanted and not writers[split].tokens:
-                raise Failure(f"there is no text for {split}: the files are empty, blank or left out")
+        for split, text in (("train", train), ("val", val)):
+            if text.files and not writers[split].tokens:
+                raise Failure(next(iter(text.no_text.values()), f"there is no text for {split}: the files are empty or blank"))
             writers[split].finish_file()
         write_tokenizer(table, tokenizer)
         new.create(f"{prefix}_tokenizer.json").write(tokenizer.json())
@@ -458,8 +458,8 @@ def main(arguments=None):
     parser.add_argument("--glob", nargs="+", default=GLOBS, metavar="PATTERN",
                         help="which files of a folder are text (common suffixes of text and source code)")
     parser.add_argument("--strict", action="store_true",
-                        help="stop at what would be left out: a record without a text; in a folder a file that is not text, a "
-                        "link to a folder, a dangling link")
+                        help="stop at what would be left out: a file that is not text or is damaged, a record without a text; in a "
+                        "folder a link to a folder, a dangling link")
     parser.add_argument("--jobs", type=number(int, 1, 1024), default=len(os.sched_getaffinity(0)), metavar="N",
                         help="processes that encode (one a core)")
     parser.add_argument("--overwrite", action="store_true", help="replace earlier shards of the same name")

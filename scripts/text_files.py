@@ -6,9 +6,9 @@ they need not fit into memory. Exceptions are a line of .jsonl, of MAX_LINE at m
 A .json has records as a .jsonl does; one whose first two lines are no objects is refused, or taken as text on request.
 
 A plain file is text if it has no NUL byte and at most one byte in a thousand of the part read is not UTF-8. Such
-bytes are counted, and so are halves of surrogate pairs in a .jsonl. A plain file of a folder that is not text is left
-out as a whole, so each is read once before. A record without a text in UTF-8 is left out. A file in which no record
-has one is treated as a file that is not text.
+bytes are counted, and so are halves of surrogate pairs in a .jsonl. A record without a text in UTF-8 is left out. A file
+is left out as a whole if it is not text, if no record has a text, or if it cannot be unpacked to its end. So all files
+but unpacked records are read once before.
 """
 import codecs
 import errno
@@ -29,10 +29,11 @@ from script import Failure
 PIECE = 4 << 20  # bytes of text handled at a time
 MAX_LINE = 1 << 30
 DAMAGE = 1000  # bytes of a plain file per byte that is not UTF-8, at least
+DAMAGED = "not readable to the end: damaged, or not what the name says"
 
 
 class NotText(Failure):
-    """A file is not text: `reason`, which many files can share."""
+    """A file is left out: `reason`, which many files can share."""
 
     def __init__(self, message, reason):
         super().__init__(message)
@@ -44,7 +45,7 @@ class BadRecord(Failure):
 
 
 class LeftOut:
-    """Files of folders that are left out, and why. With `strict` the first is an error, and so is the first bad record."""
+    """Files that are left out, and why. With `strict` the first is an error, and so is the first bad record."""
 
     def __init__(self, strict):
         self.strict, self.reasons = strict, {}  # by path
@@ -55,10 +56,10 @@ class LeftOut:
         self.reasons[path] = reason
 
     def summary(self):
-        """A line for each reason."""
+        """A line for each reason. Damaged files are all named, as each may be mended."""
         for reason in dict.fromkeys(self.reasons.values()):
-            paths = [path for path, why in self.reasons.items() if why == reason]
-            yield f"{len(paths)} left out ({reason}), such as {shown(paths[0])}"
+            paths = [shown(path) for path, why in self.reasons.items() if why == reason]
+            yield f"{len(paths)} left out ({reason})" + (": " + ", ".join(paths) if reason == DAMAGED else f", such as {paths[0]}")
 
 
 def shown(path):
@@ -77,9 +78,9 @@ def unpacked_name(path):
 
 
 def find_files(inputs, patterns, left_out):
-    """The files of the inputs in a fixed order, and those of them that come from folders. Folders are searched for the
-    patterns, in upper or lower case, without hidden files."""
-    files, of_folders = [], set()
+    """The files of the inputs in a fixed order. Folders are searched for the patterns, in upper or lower case, without
+    hidden files."""
+    files = []
     for path in inputs:
         mode = stat.S_IFIFO if path == "-" else os.stat(path).st_mode
         if stat.S_ISREG(mode):
@@ -116,8 +117,7 @@ def find_files(inputs, patterns, left_out):
             print(f"prepare_text.py: {path}: {len(others)} files left out whose names match no --glob "
                   f"({', '.join(map(shown, others[:3]))}{', ...' * (len(others) > 3)})", file=sys.stderr)
         files += found
-        of_folders.update(found)
-    return files, of_folders.difference(inputs)
+    return files
 
 
 class ZstdFile(io.RawIOBase):
@@ -210,14 +210,14 @@ class Text:
     """The documents of some files. Each iteration starts from the beginning and yields (first, text): chunks in order,
     first 1 where a document begins. `done` of `size` bytes of the files are read so far, and `given` bytes of text were
     yielded. `damaged` counts bytes that are not UTF-8, and `bad` records that are left out. `crlf` are the files with CR LF
-    line ends, and `like_records` is a plain file with JSON records. Files of of_folders that are not text are added to
-    left_out. A file must not change between iterations."""
+    line ends, and `like_records` is a plain file with JSON records. Files that are not text are added to left_out;
+    `no_text` has the errors by path. A file must not change between iterations."""
 
-    def __init__(self, files, of_folders=(), left_out=None, separator=None, field="text", json_as_text=False):
+    def __init__(self, files, left_out=None, separator=None, field="text", json_as_text=False):
         self.files, self.separator, self.field, self.json_as_text = files, separator, field, json_as_text
         self.states = {path: state_of(path) for path in files}
         self.size = sum(self.states[path][0] for path in files)
-        self.of_folders, self.checked, self.no_text = set(of_folders), set(), set()
+        self.checked, self.no_text = set(), {}
         self.left_out = left_out or LeftOut(False)
         self.begin()
 
@@ -246,12 +246,11 @@ class Text:
             self.before = self.done = self.before + self.states[path][0]
 
     def documents(self, path):
-        read, damage = self.reader(path), (self.damaged, self.first_damage)
+        read, given, damage = self.reader(path), self.given, (self.damaged, self.first_damage)
         try:
             self.check_state(path)
-            if path in self.of_folders - self.checked and read == self.plain:
-                for _ in self.raw_pieces(path):
-                    pass
+            if path not in self.checked:
+                self.read_once(path, read)
                 self.checked.add(path)
                 self.damaged, self.first_damage = damage
             for first, text in read(path):
@@ -262,14 +261,26 @@ class Text:
                 self.given += len(text)
                 yield first, text
             self.check_state(path)
-        except NotText as error:  # no text of it was yielded
-            if path not in self.of_folders - self.checked:
-                raise
-            self.left_out.add(path, error.reason, str(error))
-            self.no_text.add(path)
+        except (NotText, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            why = error if isinstance(error, NotText) else NotText(f"{path}: cannot read: {error}", DAMAGED)
+            if self.given > given or getattr(error, "errno", None):  # its text is in use, or the disk failed
+                raise why from error
+            self.left_out.add(path, why.reason, str(why))
+            self.no_text[path] = str(why)
             self.damaged, self.first_damage = damage
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            raise Failure(f"{path}: cannot read: {error}") from error
+
+    def read_once(self, path, read):
+        """Finds out that a file is no text, or damaged, before its text is yielded. Unpacked records need it not."""
+        if read == self.plain:
+            pieces = self.raw_pieces(path)
+        elif read == self.parquet:
+            pieces = self.cells(path)
+        elif unpacked_name(path) != path:
+            pieces = self.chunks(path, lambda file: file.read(PIECE))
+        else:
+            return
+        for _ in pieces:
+            pass
 
     def check_state(self, path):
         """A file that is read twice must stay as it is."""
@@ -315,8 +326,8 @@ class Text:
             unchecked += chunk
             nul = unchecked.find(b"\0")
             if nul >= 0:
-                raise NotText(f"{path}: byte {at + nul} is NUL: not text; if it is packed, or .parquet, its name must say so",
-                              "not text: it holds NUL bytes")
+                raise NotText(f"{path}: byte {at + nul} is NUL: not text; tr -d '\\000' takes NUL bytes out of text; if it is packed, or "
+                              ".parquet, its name must say so", "not text: it holds NUL bytes, which tr -d '\\000' takes out of text")
             end = self.check(unchecked, place, final=not chunk)
             at, unchecked, rest = at + end, unchecked[end:], rest + unchecked[:end]
             if self.damaged - earlier > at // DAMAGE:
@@ -439,7 +450,7 @@ class Text:
                             yield f"{path}: record {number}", cell
                     self.done = self.before + self.states[path][0] * (group + 1) // file.num_row_groups
         except pyarrow.ArrowException as error:
-            raise Failure(f"{path}: cannot read: {error}") from error
+            raise OSError(error) from error
 
     def text_of_cell(self, cell):
         if cell is None:
