@@ -21,7 +21,7 @@ the same for any number of jobs.
 
 Without --val, a hash of a document's beginning decides if it is validation. So the same text is always on the same
 side. With a few books this share may be below a quarter of --val-fraction or above four times it. Validation is then
-the end of the text.
+the end of the text. With --val, its files leave the training text. A file counts once, under all its names and links.
 """
 import script
 from script import Failure
@@ -340,8 +340,13 @@ def choose_tokenizer(args, prefix, dealt):
 def prepare(args):
     # The inputs, and the checks that no file is in the way.
     left_out = LeftOut(args.strict)
-    train, val = (Text(find_files(inputs, args.glob, left_out), left_out, args.split_on, args.field or "text",
-                       args.json_as_text) for inputs in (args.inputs, args.val or []))
+    inputs, validation = (find_files(paths, args.glob, left_out) for paths in (args.inputs, args.val or []))
+    for_val = [inputs.pop(file) for file in validation if file in inputs]
+    if for_val:
+        print(f"prepare_text.py: {len(for_val)} left out of the training text (--val has the file), such as {shown(for_val[0])}",
+              file=sys.stderr)
+    train, val = (Text(list(files.values()), left_out, args.split_on, args.field or "text", args.json_as_text)
+                  for files in (inputs, validation))
     if args.field and not (train.has_records() or val.has_records()):
         raise Failure("--field is for records, and none of the files is .jsonl, .ndjson, .json or .parquet")
     os.makedirs(args.out, exist_ok=True)
@@ -373,9 +378,9 @@ def prepare(args):
         if train.bad + val.bad:
             print(f"prepare_text.py: warning: {train.bad + val.bad} records left out (the first: "
                   f"{shown(train.first_bad or val.first_bad)}); --strict stops there", file=sys.stderr)
-        for split, text in (("train", train), ("val", val)):
-            if text.files and not writers[split].tokens:
-                raise Failure(next(iter(text.no_text.values()), f"there is no text for {split}: the files are empty or blank"))
+        for split, text, wanted in (("train", train, True), ("val", val, val.files)):
+            if wanted and not writers[split].tokens:
+                raise Failure(next(iter(text.no_text.values()), f"there is no text for {split}: the files are empty, blank or left out"))
             writers[split].finish_file()
         write_tokenizer(table, tokenizer)
         new.create(f"{prefix}_tokenizer.json").write(tokenizer.json())

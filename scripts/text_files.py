@@ -78,8 +78,8 @@ def unpacked_name(path):
 
 
 def find_files(inputs, patterns, left_out):
-    """The files of the inputs in a fixed order. Folders are searched for the patterns, in upper or lower case, without
-    hidden files."""
+    """The files of the inputs by device and inode, in a fixed order, each under its first name. Folders are searched for
+    the patterns, in upper or lower case, without hidden files."""
     files = []
     for path in inputs:
         mode = stat.S_IFIFO if path == "-" else os.stat(path).st_mode
@@ -117,7 +117,18 @@ def find_files(inputs, patterns, left_out):
             print(f"prepare_text.py: {path}: {len(others)} files left out whose names match no --glob "
                   f"({', '.join(map(shown, others[:3]))}{', ...' * (len(others) > 3)})", file=sys.stderr)
         files += found
-    return files
+    names, again = {}, []
+    for path in files:
+        info = os.stat(path)
+        key = info.st_dev, info.st_ino
+        if key in names:
+            again.append(path)
+        else:
+            names[key] = path
+    if again:
+        print(f"prepare_text.py: {len(again)} left out (a file counts once, under its first name), such as {shown(again[0])}",
+              file=sys.stderr)
+    return names
 
 
 class ZstdFile(io.RawIOBase):

@@ -202,6 +202,39 @@ class Bytes(Prepare):
         self.assertEqual(self.documents("train", "named"), [b"d/x.bin"])
         self.assertNotIn("left out", said)
 
+    def files_by_many_names(self):
+        """A folder of two files and links to one of them, and the ways to name that one."""
+        a, _ = self.write("d/a.txt", b"first\n"), self.write("d/sub/b.txt", b"second\n")
+        d = os.path.dirname(a)
+        os.symlink("a.txt", os.path.join(d, "link.txt"))
+        os.link(a, os.path.join(d, "sub/hard.md"))
+        os.symlink(d, os.path.join(self.folder, "other"))
+        return d, (a, f"{d}/sub/../a.txt", f"{d}//./a.txt", f"{d}/link.txt", f"{d}/sub/hard.md", f"{self.folder}/other/a.txt",
+                   os.path.relpath(a))
+
+    def test_a_file_counts_once(self):
+        d, names = self.files_by_many_names()
+        for inputs, count in (([d], 2), ([d, d], 6), ([d, *names], 9), ([*names, d], 9), ([d, os.path.join(self.folder, "other")], 6)):
+            said = self.run_it(*inputs, "--val-fraction", "0", "--overwrite", "--strict")
+            self.assertIn(f"prepare_text.py: {count} left out (a file counts once, under its first name), such as ", said)
+            self.assertEqual(self.documents("train"), [b"first\n", b"second\n"])
+        said = self.run_it(os.path.join(d, "sub/b.txt"), "--val", *names, "--overwrite")
+        self.assertIn(f"prepare_text.py: 6 left out (a file counts once, under its first name), such as {names[1]}\n", said)
+        self.assertEqual(self.documents("val"), [b"first\n"])
+        self.assertNotIn("left out", self.run_it(self.write("a.txt", b"same\n"), self.write("b.txt", b"same\n"), "--val-fraction", "0",
+                                                 "--overwrite"))
+        self.assertEqual(self.documents("train"), [b"same\n"] * 2)  # two files of the same text
+
+    def test_validation_is_not_trained_on(self):
+        d, names = self.files_by_many_names()
+        for val in names:
+            said = self.run_it(d, "--val", val, "--overwrite", "--strict")
+            self.assertIn(f"prepare_text.py: 1 left out of the training text (--val has the file), such as {d}/a.txt\n", said)
+            self.assertEqual((self.documents("train"), self.documents("val")), ([b"second\n"], [b"first\n"]))
+        self.run_it(d, self.write("c.txt", b"third\n"), "--val", os.path.join(d, "sub"), "--overwrite")
+        self.assertEqual((self.documents("train"), self.documents("val")), ([b"third\n"], [b"second\n", b"first\n"]))
+        self.fails(*names, "--val", d, "--overwrite", says="there is no text for train: the files are empty, blank or left out")
+
     def test_suffixes_in_capitals(self):
         self.write("d/A.TXT", b"A")
         self.write("d/B.JSONL.GZ", gzip.compress(b'{"text": "B"}\n'))

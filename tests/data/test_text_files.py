@@ -183,8 +183,9 @@ class Formats(Prepare):
             self.assertEqual(self.documents("train"), [b"good", b"good"])
         # They are counted once, though text is read twice, and in both splits.
         path = self.write("bad.jsonl", lines_of(["good %d" % i for i in range(50)]) + b"{bad\n")
-        self.assertIn("warning: 2 records left out (the first: ", self.run_it(path, path, "--overwrite"))
-        self.assertIn("warning: 2 records left out (the first: ", self.run_it(path, "--val", path, "--overwrite"))
+        copy = self.write("copy.jsonl", lines_of(["good %d" % i for i in range(50)]) + b"{bad\n")
+        self.assertIn("warning: 2 records left out (the first: ", self.run_it(path, copy, "--overwrite"))
+        self.assertIn("warning: 2 records left out (the first: ", self.run_it(path, "--val", copy, "--overwrite"))
 
     @unittest.skipUnless(zstandard, "the zstandard package is not installed")
     def test_zstd(self):
