@@ -29,6 +29,7 @@ from script import Failure
 PIECE = 4 << 20  # bytes of text handled at a time
 MAX_LINE = 1 << 30
 DAMAGE = 1000  # bytes of a plain file per byte that is not UTF-8, at least
+WIDE = re.compile(rb"\xff\xfe|(\0\0)?\xfe\xff|\0{0,3}\{\0")  # how UTF-16 and UTF-32 begin: a mark, or the { of a record
 DAMAGED = "not readable to the end: damaged, or not what the name says"
 
 
@@ -209,7 +210,7 @@ def object_of(line):
         raise BadRecord(f"longer than {MAX_LINE} bytes")
     shown = ascii(line[:60].decode("utf-8", "replace").strip())
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8-sig", "surrogatepass"))  # of bytes json.loads would guess the encoding
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"not JSON ({error}): {shown}") from error
     if not isinstance(record, dict):
@@ -304,6 +305,10 @@ class Text:
         if opener and not os.path.getsize(path):
             raise EOFError("it is empty, which no packed file is")
         with open(path, "rb") as packed, io.BufferedReader(opener(packed), PIECE) if opener else packed as file:
+            if WIDE.match(start := file.peek(5)):
+                code = json.detect_encoding(start).upper()
+                raise NotText(f"{path}: not UTF-8 but {code}: iconv -f {code} -t UTF-8 converts it",
+                              "not UTF-8 but UTF-16 or UTF-32, from which iconv converts")
             chunk = True
             while chunk:
                 chunk = read(file)

@@ -339,6 +339,36 @@ class NotText(Prepare):
         path = self.write("a.txt", "UTF-16 has NULs".encode("utf-16-le"))
         self.fails(path, says=f"error: {path}: byte 1 is NUL: not text")
 
+    def test_utf_16_and_32(self):
+        """Text and records in them are left out as a whole, with a mark at the beginning and without."""
+        records = "".join('{"text": "%d: 中国 and 日本"}\n' % i for i in range(100))
+        marked, unmarked = ("utf-16", "utf-32"), ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
+        files = {f"{code}{end}": records.encode(code) for code in marked + unmarked for end in (".jsonl", ".ndjson", ".json", ".txt")}
+        files |= {f"{code}-mark{end}": ("\ufeff" + records).encode(code) for code in unmarked for end in (".jsonl", ".txt")}
+        files |= {f"text-{code}.txt": "plain text, 中国\n".encode(code) for code in marked}
+        files |= {"packed.jsonl.gz": gzip.compress(records.encode("utf-16"))}
+        paths = [self.write(f"d/{name}", data) for name, data in files.items()]
+        good = self.write("good.txt", b"text\n")
+        for inputs in ([good, *paths], [os.path.join(self.folder, "d"), good, "--glob", "*.*"]):
+            printed = self.run_it(*inputs, "--val-fraction", "0", "--overwrite")
+            self.assertIn(f": {len(paths)} left out (not UTF-8 but UTF-16 or UTF-32, from which iconv converts), such as ", printed)
+            self.assertEqual(self.documents("train"), [b"text\n"])
+        for path in paths:
+            code = re.search(r"utf-\d\d(-[lb]e(?!-mark))?", path) or ["utf-16"]  # the packed one
+            self.fails(path, "--overwrite", says=f"error: {path}: not UTF-8 but {code[0].upper()}: iconv -f {code[0].upper()} -t UTF-8 converts it")
+
+    def test_records_are_utf_8(self):
+        """A line of a record is UTF-8, whatever its first bytes are; a mark of UTF-8 is no part of it."""
+        good = lines_of(["中国"])
+        for bad in ('{"text": "中国"}'.encode("utf-16-le"), '\ufeff{"text": "中国"}'.encode("utf-16-be"), bytes(40), b"\0" * 3 + b'{"text": "a"}'):
+            for data in (good + bad.replace(b"\n", b"") + b"\n" + good, good + good + bad, b"\n" + bad + b"\n" + good + good):
+                path = self.write("a.jsonl", data)
+                self.assertIn("warning: 1 records left out", self.run_it(path, "--val-fraction", "0", "--overwrite"))
+                self.assertEqual([d.decode() for d in self.documents("train")], ["中国"] * 2)
+        path = self.write("a.jsonl", b"\xef\xbb\xbf" + good + b"\xef\xbb\xbf" + good)
+        self.assertNotIn("warning", self.run_it(path, "--val-fraction", "0", "--overwrite"))
+        self.assertEqual([d.decode() for d in self.documents("train")], ["中国"] * 2)
+
     def test_other_encodings(self):
         latin = "Text mit Umlauten: äöü.\n".encode("latin-1")
         path = self.write("a.txt", latin * 100)
