@@ -47,7 +47,7 @@ import time
 from text_files import LeftOut, Text, cut_point, find_files, shown
 from text_tokenizers import (MAX_VOCAB, ByteTokenizer, HuggingFaceTokenizer, make_tokenizer, pack, train_tokenizer,
                              width_of)
-from tokenizer_json import config_json
+from tokenizer_json import EOT, config_json
 
 HEADERS = {2: (20240520, 1), 4: (20240801, 7)}  # magic and version of shards, by bytes per token
 TOKENIZER_HEADER = (20240328, 2)
@@ -334,7 +334,7 @@ def choose_tokenizer(args, prefix, dealt):
         return make_tokenizer(args.tokenizer, args.eot, sample)
     os.environ["RAYON_NUM_THREADS"] = str(args.jobs)
     data = train_tokenizer(args.train_tokenizer, (text for split, _, text in dealt() if split == "train"))
-    return HuggingFaceTokenizer(f"{prefix}_tokenizer.json", data, None, sample)
+    return HuggingFaceTokenizer(f"{prefix}_tokenizer.json", data, EOT, sample)
 
 
 def prepare(args):
@@ -448,7 +448,8 @@ def main(arguments=None):
     parser.add_argument("--train-tokenizer", type=number(int, 257, MAX_VOCAB), metavar="N",
                         help="instead: train a byte-level BPE of N tokens on the training text, or on 128 MiB of it")
     parser.add_argument("--eot", type=script.text, metavar="TOKEN",
-                        help="tokenizers: the end-of-text token, if it has an unusual name")
+                        help="tokenizers: the end-of-text token (that of tokenizer_config.json or generation_config.json in the folder "
+                        "of FILE, or a usual name)")
     parser.add_argument("--field", type=script.text, help="field with the text in records of .jsonl, .ndjson, .json and .parquet; "
                         "data.text is the field text of the field data (text)")
     parser.add_argument("--json-as-text", action="store_true",

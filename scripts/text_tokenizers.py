@@ -158,12 +158,14 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             raise Failure(f"--tokenizer: {name}: not a tokenizer.json: {error}") from error
         vocab = self.tokenizer.get_vocab()
         super().__init__(name, max(vocab.values(), default=-1) + 1)
-        names = [eot_name] if eot_name else self.EOT_NAMES
-        self.eot_name = next((name for name in names if name in vocab), None)
-        if self.eot_name is None:
-            raise Failure(f"--tokenizer: {name}: no end-of-text token is named {' or '.join(names)}; "
-                          "name it with --eot")
+        self.eot_name, named_by = (eot_name, "--eot") if eot_name else self.find_eot(vocab)
+        if self.eot_name not in vocab:
+            raise Failure(f"--tokenizer: {name}: the end of text is {self.eot_name!a} by {named_by}, and no token of it; name "
+                          "another with --eot")
         self.eot = vocab[self.eot_name]
+        if not eot_name:
+            print(f"note: {name}: the end of text is {self.eot_name!a} (id {self.eot}) by {named_by}; --eot names another",
+                  file=sys.stderr)
         self.data = self.as_documents(data)
         config = json.loads(self.tokenizer.to_str())
         parts = json.dumps([config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
@@ -175,6 +177,29 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.model_tokens = set(vocabulary if isinstance(vocabulary, dict) else (token for token, _ in vocabulary))
         self.check_bytes(config["model"], vocab)
         self.encoding = self.fast_encoding(config, sample)
+
+    def find_eot(self, vocab):
+        """The name of the end-of-text token, and its source. A usual name may be other text as well: Gemma's </s> is a tag of
+        HTML. So the model's own files come first, then special tokens."""
+        names = {i: name for name, i in vocab.items()}
+        for file, field in (("tokenizer_config.json", "eos_token"), ("generation_config.json", "eos_token_id")):
+            path = re.sub(r"tokenizer\.json$", file, self.name)
+            if path == self.name or not os.path.exists(path):
+                continue
+            try:
+                with open(path, encoding="utf-8") as config:
+                    token = json.load(config).get(field)
+                token = token[0] if isinstance(token, list) else token["content"] if isinstance(token, dict) else token
+                if token is not None:
+                    return names.get(token, token), f"{field} of {path}"
+            except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
+                raise Failure(f"{path}: its {field} cannot be read ({error}); name the end of text with --eot") from error
+        special = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
+        for tokens, kind in ((special, "special"), (vocab, "not special")):
+            for name in self.EOT_NAMES:
+                if name in tokens:
+                    return name, f"its usual name ({kind})"
+        raise Failure(f"--tokenizer: {self.name}: no end-of-text token is named {' or '.join(self.EOT_NAMES)}; name it with --eot")
 
     def as_documents(self, data):
         """The tokenizer.json for other programs. It has the ids of the shards and no randomness. It adds no tokens around a

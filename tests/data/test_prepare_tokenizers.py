@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 from unittest import mock
@@ -161,12 +162,69 @@ class HuggingFace(Prepare):
         self.assertEqual(b"".join(table[t] for t in tokens[1:]).decode(), text)
         self.assertIn(4, tokens)
 
+    def test_the_end_of_text(self):
+        """As Gemma's: <s> and </s> are tags of HTML, <eos> is special. Files beside the tokenizer.json come first."""
+        special, tags = ["<pad>", "<eos>", "<end_of_turn>", "<unk>"], ["<s>", "</s>"]
+        vocab = {name: i for i, name in enumerate([*special, *tags, *map(chr, range(32, 127)), "<|im_end|>"])}
+        t = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
+        t.add_special_tokens(special)
+        t.add_tokens(tags)
+        odd = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
+        odd.add_tokens(tags)
+        a = self.write("a.txt", b"a text with <s>struck</s> words")
+        config, generation = "tokenizer_config.json", "generation_config.json"
+
+        def eot_of(tokenizer, files, *options, name="tokenizer.json"):
+            """The end of text that documents begin with and that config.json has, and the output."""
+            folder = tempfile.mkdtemp(dir=self.folder)
+            path = os.path.join(folder, name)
+            tokenizer.save(path)
+            for file, data in files.items():
+                self.write(os.path.join(folder, file), data if isinstance(data, bytes) else json.dumps(data).encode())
+            said = self.run_it(a, "--val-fraction", "0", "--overwrite", "--tokenizer", f"tokenizers:{path}", *options)
+            with open(os.path.join(self.out, "text_tokenizer_config.json"), encoding="utf-8") as file:
+                eot = json.load(file)["eos_token"]
+            self.assertEqual(read_table(os.path.join(self.out, "text_tokenizer.bin"))[1], vocab[eot])
+            self.assertEqual(self.tokens("train")[0], vocab[eot])
+            return eot, said.replace(f"{folder}/", "")
+
+        for tokenizer, files, eot, by in (
+                (t, {}, "<eos>", "its usual name (special)"),
+                (odd, {}, "</s>", "its usual name (not special)"),
+                (t, {config: {"eos_token": "<end_of_turn>"}}, "<end_of_turn>", f"eos_token of {config}"),
+                (t, {config: {"eos_token": {"content": "<end_of_turn>"}}, generation: {"eos_token_id": 1}}, "<end_of_turn>", f"eos_token of {config}"),
+                (t, {config: {"eos_token": "</s>"}}, "</s>", f"eos_token of {config}"),
+                (t, {config: {"model_max_length": 1024}, generation: {"eos_token_id": 2}}, "<end_of_turn>", f"eos_token_id of {generation}"),
+                (t, {config: {"eos_token": None}, generation: {"eos_token_id": [2, 1]}}, "<end_of_turn>", f"eos_token_id of {generation}"),
+                (t, {generation: {"max_length": 9}}, "<eos>", "its usual name (special)")):
+            got, said = eot_of(tokenizer, files)
+            self.assertEqual(got, eot, files)
+            self.assertEqual(said.count(f"note: tokenizer.json: the end of text is {eot!a} (id {vocab[eot]}) by {by}; --eot names another\n"), 1, said)
+        # Names as prepare_text.py writes them; a file of another name has none beside it; --eot needs none.
+        files = {"x_tokenizer_config.json": {"eos_token": "<pad>"}, config: {"eos_token": "<end_of_turn>"}}
+        self.assertEqual(eot_of(t, files, name="x_tokenizer.json")[0], "<pad>")
+        self.assertEqual(eot_of(t, files, name="x.json")[0], "<eos>")
+        got, said = eot_of(t, {config: b"no JSON"}, "--eot", "<pad>")
+        self.assertEqual((got, "the end of text" in said), ("<pad>", False))
+        for file, data, says in ((config, {"eos_token": "<none>"}, f"the end of text is '<none>' by eos_token of {self.folder}/{config}, and no token"),
+                                 (generation, {"eos_token_id": 200}, f"the end of text is 200 by eos_token_id of {self.folder}/{generation}, and no"),
+                                 (generation, {"eos_token_id": []}, f"{self.folder}/{generation}: its eos_token_id cannot be read (list index"),
+                                 (config, {"eos_token": {"a": 1}}, f"{self.folder}/{config}: its eos_token cannot be read ('content')"),
+                                 (config, ["<eos>"], f"{self.folder}/{config}: its eos_token cannot be read ("),
+                                 (config, b"<eos>", f"{self.folder}/{config}: its eos_token cannot be read (Expecting value"),
+                                 (config, b"\xff", f"{self.folder}/{config}: its eos_token cannot be read ('utf-8' codec")):
+            t.save(os.path.join(self.folder, "tokenizer.json"))
+            path = self.write(file, data if isinstance(data, bytes) else json.dumps(data).encode())
+            self.fails(a, "--overwrite", "--tokenizer", f"tokenizers:{self.folder}/tokenizer.json", says=says)
+            os.remove(path)
+
     def test_errors(self):
         a = self.write("a.txt", b"text")
         self.fails(a, "--tokenizer", "tokenizers:none.json", says="none.json: no such file")
         self.fails(a, "--tokenizer", f"tokenizers:{a}", says="not a tokenizer.json")
         for name in ("<none>", "\udcff"):
-            self.fails(a, "--tokenizer", f"tokenizers:{self.byte_level()}", "--eot", name, says="name it with --eot")
+            self.fails(a, "--tokenizer", f"tokenizers:{self.byte_level()}", "--eot", name,
+                       says=f"the end of text is {name!a} by --eot, and no token of it; name another with --eot")
 
     def test_odd_vocabularies(self):
         """Files that the library reads, but that cannot be used for shards."""
@@ -385,6 +443,7 @@ class Train(Prepare):
 
     def test_size(self):
         path, _ = self.corpus()
+        self.write("out/text_tokenizer_config.json", b'{"eos_token": "a"}')  # of an earlier set
         self.run_it(path, "--train-tokenizer", "700")
         table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
         self.assertEqual((len(table), table[eot]), (700, b"<|endoftext|>"))
