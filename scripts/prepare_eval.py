@@ -224,7 +224,7 @@ def prepare(args):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", metavar="JSONL", help="one example a line")
     parser.add_argument("--out", required=True, metavar="FILE", help="the evaluation file to write")
     parser.add_argument("--tokenizer", default="bytes", metavar="SPEC", help="as in prepare_text.py (bytes)")

@@ -439,7 +439,7 @@ def utf8(text):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="+", metavar="PATH", help="files or folders of text")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the shards, created if missing")
     parser.add_argument("--name", default="text", help="prefix of the shards' names (text)")

@@ -325,7 +325,7 @@ class Refused(Prepare):
         self.fails(a, "--val", self.write("e.txt", b""), says="no text for val")
         self.fails(self.write("tiny.txt", b"ab"), says="too few")
         for bad in (("--val-fraction", "1"), ("--shard-tokens", "0"), ("--shard-tokens", str(2**31)),
-                    ("--split-on", ""), ("--split-on", os.fsdecode(b"\xff")), ("--jobs", "0"),
+                    ("--split-on", ""), ("--split-on", os.fsdecode(b"\xff")), ("--jobs", "0"), ("--val-frac", "0.1"),
                     ("--train-tokenizer", "256"), ("--train-tokenizer", "300", "--tokenizer", "tiktoken:gpt2")):
             with self.assertRaises(SystemExit) as caught:
                 self.run_it(a, *bad)

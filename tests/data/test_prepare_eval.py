@@ -171,6 +171,10 @@ class Bytes(Case):
         path.write_bytes(b'{"context": "\xff"}\n')
         self.fails(path, says="in.jsonl: not UTF-8 at byte 13")
         self.fails(self.write(PLAIN), "--tokenizer", "words", says="--tokenizer words")
+        for abbreviated in (["--token", "bytes"], ["--label", "none"]):
+            with self.assertRaises(SystemExit) as caught:
+                self.run_it(path, *abbreviated)
+            self.assertEqual(caught.exception.code, 2)
 
     def test_what_uint16_cannot_hold_is_uint32(self):
         """The largest example for uint16 and a larger one; the largest number of examples and one more."""
