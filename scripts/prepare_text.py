@@ -435,7 +435,7 @@ def number(kind, low, high):
 def utf8(text):
     if not text:
         raise argparse.ArgumentTypeError("needs a text")
-    return script.text(text).encode()
+    return script.text(text, "strict").encode()
 
 
 def main(arguments=None):

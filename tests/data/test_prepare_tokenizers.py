@@ -218,6 +218,21 @@ class HuggingFace(Prepare):
             self.fails(a, "--overwrite", "--tokenizer", f"tokenizers:{self.folder}/tokenizer.json", says=says)
             os.remove(path)
 
+    def test_the_end_of_text_in_other_locales(self):
+        """--eot is UTF-8 in every locale, and so is tokenizer_config.json."""
+        t = tokenizers.Tokenizer(tokenizers.models.BPE({"<｜ende｜>": 0, "x": 1, "<|endoftext|>": 2}, [], unk_token="x"))
+        path, a = os.path.join(self.folder, "tokenizer.json"), self.write("a.txt", b"text")
+        t.save(path)
+        ascii_locale = dict(os.environ, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+        for eot, options in (("<｜ende｜>", ["--eot", "<｜ende｜>"]), ("<|endoftext|>", []), ("<｜ende｜>", [])):
+            if not options:
+                self.write("tokenizer_config.json", json.dumps({"eos_token": eot}, ensure_ascii=False).encode())
+            done = subprocess.run([sys.executable, os.path.join(SCRIPTS, "prepare_text.py"), a, "--val-fraction", "0", "--overwrite", "--out", self.out,
+                                   "--tokenizer", f"tokenizers:{path}", *(word.encode() for word in options)], env=ascii_locale, capture_output=True)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            table, i = read_table(os.path.join(self.out, "text_tokenizer.bin"))
+            self.assertEqual(table[i].decode(), eot)
+
     def test_errors(self):
         a = self.write("a.txt", b"text")
         self.fails(a, "--tokenizer", "tokenizers:none.json", says="none.json: no such file")
