@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import zlib
 
 SCRIPT = pathlib.Path(__file__).resolve().parent.parent.parent / "scripts" / "prepare_eval.py"
 sys.path.insert(0, str(SCRIPT.parent))
 sys.dont_write_bytecode = True
 import prepare_eval  # noqa: E402
+import prepare_text  # noqa: E402
 
 SLOW = True
 
@@ -262,6 +264,23 @@ class Libraries(Case):
             row = {"context": f"w{last} w7", "endings": ["w1", f"w2 w{last}"], "label": 1}
             self.run_it(self.write(row), "--tokenizer", self.save(t))
             self.assertEqual(read(self.out), (width, [(1, [last, 7], [[1], [2, last]])]))
+
+    def test_the_tokenizer_of_the_shards(self):
+        """The CRC-32 in the header is that of the table which prepare_text.py writes, without the name of end of text."""
+        tokens = ["<unk>", "a", "</s>", "b" * 300, "ü" * 100, "b", "<eos>"]
+        t = tokenizers.Tokenizer(tokenizers.models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+        t.add_special_tokens(["<eos>"])
+        text, spec = self.write("a b", name="a.txt"), self.save(t)
+        for options, eot in (((), "<eos>"), (("--eot", "a"), "a")):
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                done = prepare_text.main([str(text), "--out", str(self.dir), "--val-fraction", "0", "--overwrite", "--tokenizer", spec, *options])
+            self.assertEqual(done, 0)
+            table = (self.dir / "text_tokenizer.bin").read_bytes()[1024:]
+            name = bytes([len(eot)]) + eot.encode()
+            self.assertEqual(table.count(name), 1)
+            self.run_it(self.write({"context": "a", "endings": ["a", "b"], "label": 0}), "--tokenizer", spec, *options)
+            crc, = struct.unpack_from("<I", self.out.read_bytes(), 16)
+            self.assertEqual(crc, zlib.crc32(table.replace(name, b"\0")))
 
     def test_a_text_without_tokens(self):
         t = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
