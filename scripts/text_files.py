@@ -5,10 +5,10 @@ each record is one. All but .parquet may be compressed: .gz, .xz, .zst. Document
 they need not fit into memory. Exceptions are a line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
 A .json has records as a .jsonl does; one whose first two lines are no objects is refused, or taken as text on request.
 
-A plain file is text if it has no NUL byte and at most one byte in a thousand of the part read is not UTF-8. Such
-bytes are counted, and so are halves of surrogate pairs in a .jsonl. A record without a text in UTF-8 is left out. A file
-is left out as a whole if it is not text, if no record has a text, or if it cannot be unpacked to its end. So all files
-but unpacked records are read once before.
+UTF-16 and UTF-32 are not text, in records either. A plain file is text if it has no NUL byte and at most one byte in a
+thousand of the part read is not UTF-8. Such bytes are counted, and so are halves of surrogate pairs in a .jsonl. A
+record without a text in UTF-8 is left out. A file is left out as a whole if it is not text, if no record has a text, or
+if it cannot be unpacked to its end. So all files but unpacked records are read once before.
 """
 import codecs
 import errno
