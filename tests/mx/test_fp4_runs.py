@@ -10,7 +10,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import Case, curve, main, read_log  # noqa: E402
+from cli import Case, curve, main, read_log, text, write_shard  # noqa: E402
 
 FITS = dict(kv_lora=32, expert_ffn=32, layers=3, tokens_per_step=128)
 PRECISIONS = ("nvfp4", {}), ("nvfp4-46", {}), ("mxfp4", dict(mtp=1)), ("mxfp4-weights", {})
@@ -42,6 +42,25 @@ class Runs(Case):
         self.assertEqual(len({run[-1] for run in losses}), len(names))
         for name, run in zip(names, losses):
             self.assertLess(run[-1], losses[0][0] - 0.5, name)
+
+    def test_random_numbers_are_new(self):
+        """Each step and each micro-step rounds equal gradients another way: all windows are equal, and no weight changes.
+
+        Micro-steps with one another's numbers would add up to the gradient of half as many. Only the order of float32 sums
+        would differ, by some 1e-7 of the norm. New numbers change it by some 5e-3. Without random numbers no norm may change.
+        """
+        write_shard(self.dir / "equal.bin", 60 * text(32))
+        for precision, _ in PRECISIONS:
+            with self.subTest(precision):
+                norms = []
+                for tokens in 128, 256:  # two and four micro-steps
+                    out = self.dir / f"{precision}-{tokens}"
+                    self.train(train=self.dir / "equal.bin", out=out, precision=precision, steps=4, lr=0, balance="none",
+                               **{**FITS, "tokens_per_step": tokens})
+                    norms.append([step["grad_norm"] for step in read_log(out)[1]])
+                self.assertEqual([len(set(steps)) for steps in norms], 2 * [1 if precision == "mxfp4-weights" else 4], norms)
+                change = abs(norms[1][0] / norms[0][0] - 1)
+                self.assertEqual(change < 1e-5, precision == "mxfp4-weights", norms)
 
     def test_statistics(self):
         """--mx-stats has a line for each quantized operand, and changes no bit. The last block of four is in bf16 with NVFP4.
