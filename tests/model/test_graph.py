@@ -89,6 +89,14 @@ class Graph(Case):
             self.train(out=graph, resume=True, graph=graph, steps=15, **run)
         self.assert_equal_runs()
 
+    def test_fp4(self):
+        """A replay rounds stochastically with the random numbers of its own step and micro-step."""
+        for precision, more in (("mxfp4", {}), ("nvfp4", dict(mtp=1, recompute="block"))):
+            with self.subTest(precision):
+                for out in ("auto", "off"):
+                    subprocess.run(["rm", "-rf", self.dir / out], check=True)
+                self.check(steps=8, tokens_per_step=512, warmup=2, save_every=4, precision=precision, **more)
+
     def test_validation_and_samples_between(self):
         """Validation and samples use the memory of a step, in other shapes: the last batch of a validation is smaller."""
         self.check(steps=12, val=self.val_glob, val_every=2, val_tokens=192, sample_every=3, sample_tokens=20, warmup=3)
