@@ -438,6 +438,40 @@ static void experts_every_second_step(void) {
     for (int i = 0; i < 2; i++) finish(m[i]);
 }
 
+// No two tensors of a step have a stream of random numbers in common, over layers, MTP modules, experts and their
+// ranks. A linear layer has the same on every rank, where the rows have other numbers.
+static void tensors_have_their_own_streams(void) {
+    enum { RANKS = 4, FACTOR = 2 * WEIGHT_STREAMS };
+    Settings s =
+        settings_for(BASE
+                     "--nope-dim 32 --rope-dim 16 --v-dim 32 --kv-lora 32 --q-lora 32 --dense-ffn 64 --experts 8 "
+                     "--expert-ffn 32 --mtp 1 --precision mxfp4 --ep 4",
+                     RANKS);
+    uint32_t taken[1000];
+    int count = 0, matrices = 0;
+    for (int rank = 0; rank < RANKS; rank++) {
+        Model m;
+        model_plan(&m, &s, rank, BACKEND);
+        for (int u = 0; u < params_units(&m.config); u++)
+            for (int id = 0; id < PARAMS; id++) {
+                const Weight* w = &m.units[u].w[id];
+                if (!w->format || (rank && id != W13 && id != W2)) continue;
+                CHECK(w->stream % FACTOR + (uint32_t)w->count <= WEIGHT_STREAMS, "unit %d, %d: stream %u", u, id,
+                      w->stream);
+                for (int64_t i = 0; i < w->count; i++, matrices++) {
+                    taken[count] = w->stream + (uint32_t)i;
+                    for (int k = 0; k < count; k++)
+                        CHECK(taken[k] != taken[count], "unit %d, %d, rank %d: taken", u, id, rank);
+                    count++;
+                }
+            }
+        model_plan_free(&m);
+    }
+    // Four matrices of attention in each of four blocks, a dense MLP, and three times a shared MLP and eight experts.
+    CHECK(matrices == 4 * 4 + 2 + 3 * (2 + 2 * 8), "%d matrices", matrices);
+    settings_free(&s);
+}
+
 int main(void) {
 #ifdef F64
     RUN(differences_sigmoid);
@@ -458,5 +492,6 @@ int main(void) {
     RUN(schedules);
     RUN(bad_step);
     RUN(experts_every_second_step);
+    RUN(tensors_have_their_own_streams);
     return test_summary();
 }
