@@ -426,7 +426,7 @@ class Changes(Prepare):
             self.changed(path, lambda path=path: os.utime(path, ns=(1, 1)))
 
     def test_a_file_that_grows(self):
-        """Each chunk that is read makes the file longer."""
+        """Each chunk that is read makes the file longer, up to a limit that a reading without end would reach."""
         def documents(text, path):
             for item in read(text, path):
                 if os.path.getsize(path) < 1 << 20:
@@ -438,6 +438,7 @@ class Changes(Prepare):
         with mock.patch.object(text_files, "PIECE", 500), mock.patch.object(text_files.Text, "documents", documents):
             path = self.write("a.txt", b"text\n" * 1000)
             self.fails(path, "--val-fraction", "0", says=f"error: {path}: it changes while it is read")
+        self.assertLess(os.path.getsize(path), 1 << 20)
 
 
 class Left(Prepare):
