@@ -2,12 +2,10 @@
 
 #include "device/check.h"
 #include "parallel/comm_windows.h"
-#include "parallel/slices.h"
 
 void* windows_pool(Model* m) {
     Arena* a = &m->arena[IN_POOL];
-    // A group of ranks that can have no windows: all do as it does.
-    if (m->shapes.moe.windows) m->no_windows = ranks_reason(m->ranks, comm_windows_missing(m->ep));
+    if (m->shapes.moe.windows) m->no_windows = comm_windows_missing(m->ep, m->ranks);
     if (m->no_windows && m->settings.dispatch == DISPATCH_WINDOWS)
         die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
     m->windows = m->shapes.moe.windows && !m->no_windows;

@@ -127,7 +127,7 @@ void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, Exc
 }
 
 // On the CPU there is no shared memory: comm_exchange_windows sends messages, and a window is plain memory.
-char* comm_windows_missing(Comm* c) { return NULL; }
+char* comm_windows_missing(Comm* c, Ranks* ranks) { return NULL; }
 
 void* comm_window(Comm* c, size_t bytes, const char* what) { return c->window = device_alloc(bytes, what); }
 void comm_window_free(Comm* c) { device_free(c->window); }

@@ -3,26 +3,30 @@
 // the same number on the other GPUs. The first: received rows may overwrite rows that a rank still reads. The second:
 // then all rows have arrived. (NCCL user guide, "Device-Initiated Communication": LSA.)
 #include "parallel/comm_nccl.cuh"
+#include "parallel/slices.h"
 
 enum { PUSH_BLOCKS = 16, PUSH_THREADS = 512 };
 
-char* comm_windows_missing(Comm* c) {
-    // The device code is compiled from the header, so the library must be of the same version.
+char* comm_windows_missing(Comm* c, Ranks* ranks) {
+    // The device code is compiled from the header, so the library must be of the same version. All ranks know of one
+    // where it is not before they wait for one another.
+    char* why = NULL;
     int version;
     NCCL_CHECK(ncclGetVersion(&version), c->nccl);
     if (version != NCCL_VERSION_CODE)
-        return host_format("NCCL's header is version %d, its library %d", NCCL_VERSION_CODE, version);
+        why = host_format("NCCL's header is version %d, its library %d", NCCL_VERSION_CODE, version);
+    if ((why = ranks_reason(ranks, why))) return why;
     ncclDevCommRequirements needs = {};  // no multicast
     needs.lsaBarrierCount = PUSH_BLOCKS;
 
-    // A failure here is no error of the run: the caller decides whether it needs windows.
+    // All wait here for all. A failure is no error of the run: the caller decides whether it needs windows.
     const ncclResult_t result = ncclDevCommCreate(c->nccl, &needs, &c->device_side);
     c->has_device_side = result == ncclSuccess;
     if (!c->has_device_side)
-        return host_format("NCCL: %s (NCCL_CUMEM_ENABLE=0 rules them out)", ncclGetErrorString(result));
-    if (c->device_side.lsaSize != c->count)
-        return host_format("%d of the %d ranks of a group share an NVLink domain", c->device_side.lsaSize, c->count);
-    return NULL;
+        why = host_format("NCCL: %s (NCCL_CUMEM_ENABLE=0 rules them out)", ncclGetErrorString(result));
+    else if (c->device_side.lsaSize != c->count)
+        why = host_format("%d of the %d ranks of a group share an NVLink domain", c->device_side.lsaSize, c->count);
+    return ranks_reason(ranks, why);
 }
 
 void* comm_window(Comm* c, size_t bytes, const char* what) {
@@ -93,17 +97,13 @@ static __global__ void __launch_bounds__(PUSH_THREADS)
 
 void comm_exchange_windows(Comm* c, const ExchangeBuffer* buffers, int buffer_count, const int64_t* rows, int back,
                            Ctx* ctx) {
-    Push p = {};
+    Push p = {.memory = c->window_memory, .buffers = buffer_count, .ranks = c->count, .own = c->index};
     ASSERT(c->window && buffer_count <= EXCHANGE_BUFFERS);
     for (int b = 0; b < buffer_count; b++) {
         const char* recv = (const char*)buffers[b].recv;
         ASSERT(buffers[b].row_bytes % 4 == 0 && recv >= c->window_memory && recv < c->window_memory + c->window_bytes);
         p.buffer[b] = buffers[b];
     }
-    p.memory = c->window_memory;
-    p.buffers = buffer_count;
-    p.ranks = c->count;
-    p.own = c->index;
     p.rows = rows + back * WINDOW_NUMBERS * c->count;
     launch(push_kernel, PUSH_BLOCKS, PUSH_THREADS, 0, ctx, p, c->device_side, c->window);
     comm_queued(c, EXCHANGE, ctx);

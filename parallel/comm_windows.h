@@ -6,8 +6,9 @@
 #include "parallel/comm.h"
 
 // `bytes` on every rank, not zeroed. A group has at most one window. All ranks make all calls. Call
-// comm_windows_missing once before: it returns the reason why there can be none, in fresh memory, or NULL.
-char* comm_windows_missing(Comm* comm);
+// comm_windows_missing once before, on all `ranks` of the run, each with its group: all get the reason of the first
+// rank that can have none, in fresh memory, or NULL.
+char* comm_windows_missing(Comm* comm, Ranks* ranks);
 void* comm_window(Comm* comm, size_t bytes, const char* what);
 void comm_window_free(Comm* comm);
 

@@ -309,7 +309,7 @@ int main(int argc, char** argv) {
     for (int ep = 2; ep <= most; ep *= 2) {
         groups[ep] = ranks_split(world, rank / ep);
         comms[ep] = comm_create(groups[ep], "expert parallel", ctx);
-        if (!no_windows) no_windows = comm_windows_missing(comms[ep]);
+        if (!no_windows) no_windows = comm_windows_missing(comms[ep], world);
     }
     overflow = (real*)device_alloc(sizeof(real), "a test");
     RUN_RANKS(test_layouts);
