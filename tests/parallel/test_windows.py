@@ -70,6 +70,10 @@ class Windows(many.Case):
     def test_everything_cast(self):
         self.both(shard="weights", recompute="block", mtp=1, **MX)
 
+    def test_fp4(self):
+        """Rows have the same random numbers by either way, and in a step that runs again."""
+        self.both(precision="nvfp4", layers=3, steps=8, tokens_per_step=2 * 64 * RANKS, kv_lora=32, expert_ffn=32)
+
     @unittest.skipIf(RANKS < 4, "two groups need four ranks")
     def test_groups(self):
         """Both groups run again if one of them overflows."""
