@@ -192,6 +192,7 @@ static __device__ __forceinline__ double block_sum(double x) {
     __syncthreads();
     double sum = 0;
     for (int w = 0; w < (int)blockDim.x / 32; w++) sum += part[w];
+    __syncthreads();  // another call may follow, which writes `part` again
     return sum;
 }
 

@@ -109,7 +109,6 @@ static __global__ void __launch_bounds__(THREADS, HIGH > 16 || WIDE > 16 || USE 
     for (int k = 0; k < STATS_SUMS && USE == STATS; k++) {
         const double sum = block_sum(((const double*)&sums)[k]);
         if (threadIdx.x == 0) ((double*)w.stats)[k] += sum;
-        __syncthreads();
     }
 }
 

@@ -44,7 +44,6 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     for (int k = 0; k < STATS_SUMS; k++) {
         const double sum = block_sum(((const double*)&sums)[k]);
         if (threadIdx.x == 0) ((double*)&partial[blockIdx.x])[k] = sum;
-        __syncthreads();
     }
 }
 
@@ -54,8 +53,8 @@ static __global__ void add_stats_kernel(QuantizationStats* stats, const Quantiza
     ((double*)stats)[threadIdx.x] += sum;
 }
 
-void mx_stats(QuantizationStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
-              MxRecipe recipe, Ctx* ctx) {
+void mx_stats(QuantizationStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows,
+              int64_t columns, MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(x) && columns % MX_BLOCK == 0);
     // Sums per thread block, then over the blocks.
     QuantizationStats* partial = ctx_workspace<QuantizationStats>(ctx, STATS_BLOCKS);

@@ -27,6 +27,22 @@ static void check_rounding(const std::vector<double>& masters, const std::vector
     CHECK(wrong == 0, "%lld weights are not the rounded master", (long long)wrong);
 }
 
+// Sums over a block, one right after another. Warps take turns in being late.
+static __global__ void sums_kernel(int* wrong) {
+    for (int i = 0; i < 3000; i++) {
+        if (i % 16 == 0 && (int)threadIdx.x / 32 == i / 16 % 32) __nanosleep(100);
+        const double sum = block_sum((double)(i + (int)threadIdx.x));
+        if (sum != 1024.0 * i + 1024 * 1023 / 2) atomicAdd(wrong, 1);
+    }
+}
+
+static void test_block_sums(void) {
+    I32 wrong(1);
+    wrong.host[0] = 0, wrong.send();
+    launch(sums_kernel, 2 * ctx->sms, 1024, 0, ctx, wrong.dev);
+    CHECK(wrong.got()[0] == 0, "%d of the sums of threads are wrong", wrong.got()[0]);
+}
+
 // Masters survive the way to the GPU and back to the last bit: every lower half under six upper halves (1, its
 // negative, the smallest and the largest numbers, zero, NaN). Infinity remains, and NaN remains a NaN.
 static void test_masters(void) {
@@ -197,6 +213,7 @@ static void test_tiny_gradients(void) {
 
 int main(void) {
     open_contexts((size_t)256 << 20);
+    RUN(test_block_sums);
     RUN(test_masters);
     RUN(test_adamw);
     RUN(test_tiny_gradients);
