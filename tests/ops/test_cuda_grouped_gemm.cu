@@ -183,19 +183,20 @@ static void test_nan_stays(void) {
 
 // Operands by token: the same bits as from permute_rows and the GEMMs by row, and SwiGLU as its own kernel computes it.
 // The order of each sum is the same, so nothing may differ. The tokens of rows behind the last group are no tokens: a
-// kernel that reads them faults.
+// kernel that reads them faults. Tokens are counted from `far` on: no token before is read, so these need no memory.
 struct ByToken {
     enum { N = 77 };
-    int64_t IC, OC;
+    int64_t IC, OC, far;
     Layout l;
     I32 token;
     X x, dy, x_rows, dy_rows, w, w13, own_h, h, own_a, a, own_rounded, rounded;
     X dap, w2, own_dh, dh, own_gated, gated;
     R own_dw, dw, row_gate, own_dgate, dgate;
 
-    ByToken(const Rows& rows, int64_t IC, int64_t OC)
+    ByToken(const Rows& rows, int64_t IC, int64_t OC, int64_t far)
         : IC(IC),
           OC(OC),
+          far(far),
           l(rows),
           token(l.held),
           x(N * IC, 11),
@@ -224,12 +225,16 @@ struct ByToken {
         for (int64_t r = 0; r < l.held; r++)
             token.host[(size_t)r] = r >= l.end        ? INT32_MAX
                                     : l.expert(r) < 0 ? -1
-                                                      : (int32_t)draw_below(15, r, N),
+                                                      : (int32_t)(far + draw_below(15, r, N)),
             row_gate.host[(size_t)r] = l.expert(r) < 0 ? 0 : row_gate.host[(size_t)r];
         token.send(), row_gate.send();
         for (X* t : {&own_h, &h, &own_a, &a, &own_rounded, &rounded, &x_rows, &dy_rows, &dap}) t->poison_dev();
         for (R* t : {&own_dw, &dw}) t->poison_dev();
         settle();
+    }
+    // An operand by token, from token 0 on.
+    const floatX* from_token_0(const X& tokens, int64_t width) const {
+        return (const floatX*)((uintptr_t)tokens.dev - (uintptr_t)(far * width) * sizeof(floatX));
     }
     // Dgrad of W2 from x as its dy, and the backward of SwiGLU. The gates' gradients are sums of the same products in
     // another order: float32 sums of OC terms, so within 1e-5 in norm.
@@ -241,7 +246,8 @@ struct ByToken {
         for (const GroupedRows order : {ALL_BY_ROW, DY_BY_TOKEN}) {
             dh.poison_dev(), gated.poison_dev(), dgate.poison_dev(), settle();
             grouped_gemm_dgrad_swiglu({dh.dev, gated.dev, dgate.dev, nullptr, h.dev},
-                                      order == DY_BY_TOKEN ? x.dev : x_rows.dev, w2.dev, order, r, IC, OC, ctx);
+                                      order == DY_BY_TOKEN ? from_token_0(x, IC) : x_rows.dev, w2.dev, order, r, IC, OC,
+                                      ctx);
             equal("dh", own_dh, dh), equal("gate * a", own_gated, gated);
             const auto one = own_dgate.got(), other = dgate.got();
             double diff = 0, norm = 1e-300;
@@ -266,12 +272,14 @@ struct ByToken {
     void check() {
         Ragged r = l.device();
         r.row_token = token.dev, r.row_gate = row_gate.dev;
-        permute_rows(x_rows.dev, x.dev, r, (size_t)IC * sizeof(floatX), ctx);
-        permute_rows(dy_rows.dev, dy.dev, r, (size_t)OC * sizeof(floatX), ctx);
+        r.capacity = std::max(r.capacity, far + N);
+        const floatX *x_tokens = from_token_0(x, IC), *dy_tokens = from_token_0(dy, OC);
+        permute_rows(x_rows.dev, x_tokens, r, (size_t)IC * sizeof(floatX), ctx);
+        permute_rows(dy_rows.dev, dy_tokens, r, (size_t)OC * sizeof(floatX), ctx);
 
         grouped_gemm_forward(own_h.dev, x_rows.dev, w13.dev, r, IC, 2 * OC, ctx);
         experts_swiglu_forward(own_a.dev, own_h.dev, r, OC, ctx);
-        grouped_gemm_swiglu(h.dev, a.dev, x.dev, w13.dev, r, IC, OC, ctx);
+        grouped_gemm_swiglu(h.dev, a.dev, x_tokens, w13.dev, r, IC, OC, ctx);
         equal("h", own_h, h), equal("a", own_a, a);
 
         backward(r);
@@ -279,8 +287,8 @@ struct ByToken {
         grouped_gemm_wgrad(own_dw.dev, dy_rows.dev, x_rows.dev, ALL_BY_ROW, r, IC, OC, 0, ctx);
         grouped_gemm_wgrad_rounded(own_rounded.dev, dy_rows.dev, x_rows.dev, ALL_BY_ROW, r, IC, OC, ctx);
         for (const GroupedRows order : {DY_BY_TOKEN, X_BY_TOKEN}) {
-            const floatX *of_dy = order == DY_BY_TOKEN ? dy.dev : dy_rows.dev,
-                         *of_x = order == X_BY_TOKEN ? x.dev : x_rows.dev;
+            const floatX *of_dy = order == DY_BY_TOKEN ? dy_tokens : dy_rows.dev,
+                         *of_x = order == X_BY_TOKEN ? x_tokens : x_rows.dev;
             dw.poison_dev(), rounded.poison_dev(), settle();
             grouped_gemm_wgrad(dw.dev, of_dy, of_x, order, r, IC, OC, 0, ctx);
             grouped_gemm_wgrad_rounded(rounded.dev, of_dy, of_x, order, r, IC, OC, ctx);
@@ -294,9 +302,9 @@ struct ByToken {
     }
 };
 
-static void by_token(const Rows& rows, int64_t IC, int64_t OC) {
+static void by_token(const Rows& rows, int64_t IC, int64_t OC, int64_t far = 0) {
     int before = test_failures_here;
-    ByToken(rows, IC, OC).check();
+    ByToken(rows, IC, OC, far).check();
     if (test_failures_here > before)
         printf("    with IC %lld, OC %lld, %zu experts\n", (long long)IC, (long long)OC, rows.size());
 }
@@ -315,6 +323,13 @@ static void test_by_token(void) {
     by_token({2300, 0, 4400}, 40, 392);
     by_token({130, 0, 40}, 392, 4232);
     by_token({130, 0, 40}, 4232, 136);
+}
+
+// Tokens and a capacity beyond 2^32 vectors of 16 bytes.
+static void test_far_tokens(void) {
+    if (!grouped_gemm_fuses(ctx)) return;
+    by_token({129, 0, 300, 1}, 7168, 264, 5000000);
+    by_token({129, 0, 300, 1}, 136, 7168, 5000000);
 }
 
 // Rows whose size is no multiple of 16 bytes end the run with exit code 2 before any work. Tested in a process of its
@@ -353,5 +368,6 @@ int main(int argc, char** argv) {
     RUN(test_repeats);
     RUN(test_nan_stays);
     RUN(test_by_token);
+    RUN(test_far_tokens);
     return test_summary();
 }
