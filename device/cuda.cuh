@@ -69,6 +69,13 @@ static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
 // Number of blocks for `work` items, rounded up.
 static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
 
+// A grid of x blocks for each of `rows`. Its second dimension ends at 65,535, so the third one continues it. A block's
+// row is grid_row(), and may be beyond the last row.
+static inline dim3 grid_of_rows(unsigned x, int64_t rows) {
+    return dim3(x, (unsigned)min_i64(rows, 1 << 15), blocks_for(rows, 1 << 15));
+}
+static __device__ __forceinline__ int64_t grid_row() { return blockIdx.z * (int64_t)gridDim.y + blockIdx.y; }
+
 // Grid size when the row count is known only on the device: an upper bound of 256 blocks per SM. That is many more than
 // run at once, for balance. Surplus blocks exit at once.
 static inline unsigned walking_blocks(int64_t blocks, const Ctx* ctx) {

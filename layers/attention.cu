@@ -345,9 +345,9 @@ void backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, cons
     // 1. delta and lse, the initial accumulators
     const Workspace w = workspace_of(s, ctx_workspace<char>(ctx, (int64_t)attention_workspace(s)));
     const int64_t rows = w.padded * s.H;  // of a sequence
-    ASSERT(s.B < 65536 && rows < INT32_MAX);
-    launch_early(attention_delta_kernel<D>, dim3(blocks_for(rows, 256 / (D / 4)), (unsigned)s.B), 256, 0, ctx, w.delta,
-                 w.lse, dout, out, lse, s.T, s.H, w.padded, s.scale);
+    ASSERT(rows < INT32_MAX);
+    launch_early(attention_delta_kernel<D>, grid_of_rows(blocks_for(rows, 256 / (D / 4)), s.B), 256, 0, ctx, w.delta,
+                 w.lse, dout, out, lse, s.B, s.T, s.H, w.padded, s.scale);
 
     // 2. dq; 3. dk and dv
     if (ctx->portable) {

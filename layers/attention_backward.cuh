@@ -22,14 +22,16 @@ namespace {
 // Rows beyond T get 0 and -inf, which make P and dS 0 there.
 template <int D>
 __global__ void attention_delta_kernel(float* start_delta, float* start_lse, const floatX* dout, const floatX* out,
-                                       const float* lse, uint32_t T, uint32_t H, uint32_t padded, float scale) {
+                                       const float* lse, int64_t B, uint32_t T, uint32_t H, uint32_t padded,
+                                       float scale) {
     wait_for_previous();
     constexpr int LANES = 2 * D / 8;  // threads to a row, 8 columns each
     // Row (t, h) of sequence b. 32-bit divisions: 64-bit divisions would take longer than the memory traffic.
     const uint32_t row = blockIdx.x * (256 / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const uint32_t h = row % H, t = row / H;
-    const int64_t b = blockIdx.y;
-    if (t >= padded) return;  // only whole warps leave (padded is a multiple of 128): the shuffles below need that
+    const int64_t b = grid_row();
+    // Only whole warps leave (padded is a multiple of 128): the shuffles below need that.
+    if (t >= padded || b >= B) return;
 
     // The thread's part of <dout, out>, then the sum over the row. lse is loaded meanwhile.
     float sum = 0, lse_of_row = INFINITY;

@@ -13,7 +13,7 @@
 #include "device/lt.cuh"
 #include "layers/buffer_list.cuh"
 
-enum { THREADS = LIST_THREADS, CHUNK = 32768 };
+enum { THREADS = LIST_THREADS, CHUNK = 32768, MOST = 32768 };
 
 template <typename Momentum>
 static __global__ void __launch_bounds__(THREADS)
@@ -86,6 +86,8 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
     const bool tall = rows > columns;
     const int64_t small = min_i64(rows, columns), large = max_i64(rows, columns), n = rows * columns,
                   n2 = small * small;
+    // A grid has a row for each matrix, and at most 65,535.
+    for (; count > MOST; count -= MOST, x += MOST * n) muon_orthogonalize(x, work, MOST, rows, columns, ctx);
     floatX *A = work, *B = A + count * n2, *other = B + count * n2;
     double* squares = (double*)(other + count * n);
     ASSERT(wide(n, x, other));

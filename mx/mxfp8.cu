@@ -156,7 +156,8 @@ template <typename Source>
 static void channels(MxBytes out, Source source, int64_t length, Ragged r, int64_t columns, MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(out.q, out.scale) && columns % MX_BLOCK == 0 && length % MX_CHUNK == 0 && length >= r.capacity);
     const bool run = recipe.align == MX_RUN;
-    const int64_t slices = ceil_div(r.capacity, r.El * (int64_t)recipe.align);
+    // A grid has at most 65,535 rows. For more rows of x, slices are longer.
+    const int64_t slices = min_i64(ceil_div(r.capacity, r.El * (int64_t)recipe.align), 65535 / r.El);
     const dim3 grid(blocks_for(columns, (run ? 1 : 2) * WARP_COLUMNS), (unsigned)(slices * r.El));
     auto kernel = run ? channels_kernel<Source, 8, 1> : channels_kernel<Source, 2, 2>;
     launch_early(kernel, grid, 32 * (run ? 8 : 4), 0, ctx, out.q, out.scale, source, r, length, columns, slices,
@@ -180,7 +181,7 @@ void mx_quantize_both(MxBytes out, MxBytes channels, const floatX* x, int64_t le
                       int32_t scale_mode, Ctx* ctx) {
     ASSERT(aligned(out.q, out.scale, channels.q, channels.scale, x) && columns % MX_BLOCK == 0);
     ASSERT(length % MX_CHUNK == 0 && length >= rows);
-    const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK));
+    const dim3 grid = grid_of_rows(blocks_for(columns, MX_CHUNK), ceil_div(rows, MX_CHUNK));
     launch_early(both_kernel, grid, 32 * COLUMN_WARPS, 0, ctx, out.q, out.scale, channels.q, channels.scale,
                  ValueRows{x, rows}, length, columns, mx_stride(columns), rounding_bias_of(scale_mode));
 }

@@ -140,7 +140,8 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
     __shared__ uint32_t of_rows[2][MX_CHUNK / 2];  // of each half of the columns; two rows in a word
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int in_chunk = warp / 2 * WARP_ROWS + lane / 8 * PATCH_ROWS;
-    const int64_t r0 = blockIdx.y * (int64_t)MX_CHUNK, c0 = blockIdx.x * (int64_t)MX_CHUNK, row = r0 + in_chunk;
+    const int64_t r0 = grid_row() * MX_CHUNK, c0 = blockIdx.x * (int64_t)MX_CHUNK, row = r0 + in_chunk;
+    if (r0 >= source.row_count) return;
     const int64_t c = c0 + warp % 2 * WARP_COLUMNS + lane % 8 * 8;
     uint4 p[PATCH_ROWS] = {};
     if (c < columns) source.load(p, row, c, columns);

@@ -327,6 +327,68 @@ static void test_both(void) {
         }
 }
 
+// Bytes of a matrix on the GPU: `height` rows of `width` bytes, `pitch` apart.
+static std::vector<uint8_t> window(const uint8_t* from, int64_t pitch, int64_t width, int64_t height) {
+    std::vector<uint8_t> bytes((size_t)(width * height));
+    ctx_sync(ctx);
+    CUDA_CHECK(cudaMemcpy2D(bytes.data(), (size_t)width, from, (size_t)pitch, (size_t)width, (size_t)height,
+                            cudaMemcpyDeviceToHost));
+    return bytes;
+}
+
+// More chunks of rows than a grid has rows, 1.5 GB. The kernel that quantizes both ways: first, middle and last rows
+// are as those of a matrix of their own. Channels: a capacity of that size, of which three experts use little.
+static void test_many_rows(void) {
+    const int64_t columns = 32, chunks = 65536 + 3, rows = chunks * 128 - 5, length = chunks * 128, some = 3 * 128 - 5;
+    const int64_t stride = mx_stride(columns), pattern = 1000;
+    X part(pattern * columns);
+    set_wild(part, 0);
+    floatX* x = (floatX*)device_alloc((size_t)(rows * columns) * sizeof(floatX), "a test");
+    for (int64_t at = 0; at < rows; at += pattern)
+        CUDA_CHECK(cudaMemcpyAsync(x + at * columns, part.dev,
+                                   (size_t)(std::min(pattern, rows - at) * columns) * sizeof(floatX),
+                                   cudaMemcpyDeviceToDevice));
+    settle();
+    uint8_t* all =
+        (uint8_t*)device_alloc((size_t)(2 * length * columns + length * stride + chunks * columns), "a test");
+    uint8_t *q = all, *by_channel = q + length * columns, *scale = by_channel + length * columns,
+            *scales = scale + length * stride;
+    CUDA_CHECK(cudaMemset(all, Bytes::POISON, (size_t)(scales + chunks * columns - all)));
+    settle();
+    mx_quantize_both({q, scale}, {by_channel, scales}, x, length, rows, columns, MX_RCEIL, ctx);
+    const int64_t places[] = {0, 32768 * 128 - 128, 65536 * 128 - 128, (chunks - 3) * 128};
+    for (int64_t from : places) {
+        Bytes own_q(some * columns), own_scale(some * stride), own_channel(columns * 384), own_scales(3 * columns);
+        mx_quantize_both({own_q.dev, own_scale.dev}, {own_channel.dev, own_scales.dev}, x + from * columns, 384,
+                         std::min(some, rows - from), columns, MX_RCEIL, ctx);
+        // Whole chunks, and the last rows where they end.
+        const int64_t here = from == places[3] ? some : 256;
+        CHECK(window(q + from * columns, columns, columns, here) == window(own_q.dev, columns, columns, here),
+              "row %lld: bytes along rows", (long long)from);
+        CHECK(window(scale + from * stride, stride, stride, here) == window(own_scale.dev, stride, stride, here),
+              "row %lld: their scales", (long long)from);
+        CHECK(window(by_channel + from, length, here, columns) == window(own_channel.dev, 384, here, columns),
+              "row %lld: bytes by channel", (long long)from);
+        CHECK(window(scales + from / 128 * columns, columns, columns, 2) == window(own_scales.dev, columns, columns, 2),
+              "row %lld: their scales", (long long)from);
+    }
+
+    Groups g({129, 0, 700});
+    const int64_t used = g.capacity - 128;
+    Bytes own_channel(columns * g.capacity), own_scales(g.capacity / 128 * columns);
+    Ragged r = g.device();
+    mx_quantize_channels({own_channel.dev, own_scales.dev}, x, r.capacity, r, columns, {MX_RCEIL, 128}, ctx);
+    CUDA_CHECK(cudaMemset(all, Bytes::POISON, (size_t)(scales + chunks * columns - all)));
+    settle();
+    r.capacity = length;
+    mx_quantize_channels({by_channel, scales}, x, length, r, columns, {MX_RCEIL, 128}, ctx);
+    CHECK(window(by_channel, length, used, columns) == window(own_channel.dev, g.capacity, used, columns),
+          "bytes by channel of a large capacity");
+    CHECK(window(scales, columns, columns, used / 128) == window(own_scales.dev, columns, columns, used / 128),
+          "their scales");
+    device_free(all), device_free(x);
+}
+
 int main(void) {
     open_contexts(0);
     RUN(test_every_bf16);
@@ -337,5 +399,6 @@ int main(void) {
     RUN(test_dequantize);
     RUN(test_channels);
     RUN(test_both);
+    RUN(test_many_rows);
     return test_summary();
 }

@@ -125,6 +125,9 @@ static void test_small(void) {
 // More tiles than SMs: every block of Hopper's kernels takes work from the counter.
 static void test_many_blocks(void) { check_case(shape_of(64, 2, 1100, 12, 72), 1, 2 * U, 3 * U); }
 
+// More sequences than a grid has rows.
+static void test_many_sequences(void) { check_case(shape_of(16, 65536 + 9, 2, 1, 24), 1, 2 * U, 3 * U); }
+
 // Queries and keys times 20: logits around 400 and up to 2000. Their float sums are off by a few 2^-24 * 2000 = 1e-4,
 // and so is P; bf16 adds its rounding. dS of the few rows without a clear winner carries the gradients, with twice the
 // error.
@@ -259,6 +262,7 @@ int main(int argc, char** argv) {
         RUN(test_heads_64_32_64);
         RUN(test_heads_32_16_32);
         RUN(test_many_blocks);
+        RUN(test_many_sequences);
         RUN(test_large_logits);
         RUN(test_equal_scores);
         RUN(test_repeats);

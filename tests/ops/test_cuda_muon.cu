@@ -61,6 +61,27 @@ static void test_orthogonalize(void) {
     orthogonalize_case(1, 576, 2048);
 }
 
+// More matrices than a grid has rows: copies of seven, of which each becomes what it becomes in a list of seven.
+static void test_many_matrices(void) {
+    const int64_t few = 7, rows = 8, columns = 16, n = rows * columns, count = 65536 + 9;
+    X one(few * n, 1), x(count * n), work(muon_work(count, rows, columns));
+    for (int64_t i = 0; i < count * n; i++) x.host[(size_t)i] = one.host[(size_t)(i % (few * n))];
+    x.send(), settle();
+    muon_orthogonalize(x.dev, work.dev, count, rows, columns, ctx);
+    muon_orthogonalize(one.dev, work.dev, few, rows, columns, ctx);
+    const auto got = x.got(), want = one.got();
+    double worst = 0;
+    for (int64_t k = 0; k < count; k++) {
+        double diff = 0, norm = 0;
+        for (int64_t i = 0; i < n; i++) {
+            const double a = got[(size_t)(k * n + i)], b = want[(size_t)(k % few * n + i)];
+            diff += (a - b) * (a - b), norm += b * b;
+        }
+        if (!(sqrt(diff / norm) <= worst)) worst = isfinite(diff / norm) ? sqrt(diff / norm) : INFINITY;
+    }
+    CHECK(worst <= ORTHOGONAL, "a matrix of many is off by %g", worst);
+}
+
 // With `is_rounded` the gradient is in bf16. Its values are the same.
 static void elements_case(int64_t n, int bf16, bool is_rounded) {
     X u(n), x(n, 4), rounded(n, 1);
@@ -116,6 +137,7 @@ static void test_elements(void) {
 int main(void) {
     open_contexts((size_t)64 << 20);
     RUN(test_orthogonalize);
+    RUN(test_many_matrices);
     RUN(test_elements);
     return test_summary();
 }
