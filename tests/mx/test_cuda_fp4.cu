@@ -96,6 +96,77 @@ static void test_matrices(void) {
     }
 }
 
+// Rows from..from + n - 1 of matrix g are rounded as they are alone, with their own random numbers: in `out`, and in
+// the transposed `back` if there is one.
+static void check_rows_of(const floatX* x, const floatX* out, const floatX* back, Ragged r, int64_t columns, int32_t g,
+                          int64_t from, int64_t n, Fp4Blocks blocks, const Numbers& numbers) {
+    const int64_t at = (g * r.capacity + from) * columns, turned = g * columns * r.capacity + from;
+    BatchDraws draws = numbers.host, *dev = (BatchDraws*)device_alloc(sizeof(BatchDraws), "a test");
+    draws.first += from;
+    device_upload(dev, &draws, sizeof(draws), ctx);
+    X own(n * columns), own_back(n * columns);
+    Ragged one = {};
+    one.El = 1, one.capacity = n;
+    fp4_round({own.dev, back ? own_back.dev : NULL, x + at, one, columns, blocks, {dev, 77 + (uint32_t)g}}, ctx);
+    const size_t row = (size_t)n * sizeof(floatX);
+    std::vector<uint16_t> want((size_t)own.n), got((size_t)own.n);
+    ctx_sync(ctx);
+    for (int turn = 0; turn <= (back != NULL); turn++) {
+        CUDA_CHECK(cudaMemcpy(want.data(), turn ? own_back.dev : own.dev, want.size() * 2, cudaMemcpyDeviceToHost));
+        if (turn)
+            CUDA_CHECK(cudaMemcpy2D(got.data(), row, back + turned, (size_t)r.capacity * sizeof(floatX), row,
+                                    (size_t)columns, cudaMemcpyDeviceToHost));
+        else
+            CUDA_CHECK(cudaMemcpy(got.data(), out + at, got.size() * 2, cudaMemcpyDeviceToHost));
+        CHECK(got == want, "rule %d, %dx%d, matrix %d, row %lld: another value%s", blocks.scale, (int)blocks.high,
+              (int)blocks.wide, g, (long long)from, turn ? ", transposed" : "");
+    }
+    device_free(dev);
+}
+
+// Matrices of more than 2^31 elements together, and of more than 2^32 where there is memory for them: 13 and 26 GB.
+static void check_large(int64_t elements) {
+    const int64_t count = 3, columns = 4128, rows = (elements / count / columns) / 32 * 32 + 37, pattern = 1001;
+    const int64_t all = count * rows * columns;
+    X part(pattern * columns, 5);
+    // The largest magnitude of a matrix is in each of its rows: a tensor's scale does not depend on the rows taken.
+    for (int64_t i = 0; i < pattern; i++) part.host[(size_t)(i * columns + i % columns)] = i % 2 ? 8 : -8;
+    part.send();
+    Numbers numbers;
+    floatX* x = (floatX*)device_alloc((size_t)(3 * all) * sizeof(floatX), "a test");
+    floatX *out = x + all, *back = out + all;
+    for (int64_t at = 0; at < count * rows; at += pattern)
+        CUDA_CHECK(cudaMemcpyAsync(x + at * columns, part.dev,
+                                   (size_t)(std::min(pattern, count * rows - at) * columns) * sizeof(floatX),
+                                   cudaMemcpyDeviceToDevice));
+    settle();
+    Ragged r = {};
+    r.El = (int32_t)count, r.capacity = rows;
+    const int64_t tail = 37, middle = rows / 64 * 32;
+    for (Fp4Blocks blocks : {all_blocks[0], all_blocks[1], all_blocks[9], tiles[0], tiles[2]}) {
+        CUDA_CHECK(cudaMemset(out, 0xff, (size_t)(2 * all) * sizeof(floatX)));
+        settle();
+        floatX* turned = blocks.wide > 1 ? back : NULL;
+        fp4_round({out, turned, x, r, columns, blocks, {numbers.dev, 77}}, ctx);
+        for (int32_t g = 0; g < count; g++) {
+            check_rows_of(x, out, turned, r, columns, g, 0, 64, blocks, numbers);
+            check_rows_of(x, out, turned, r, columns, g, middle, 64, blocks, numbers);
+            check_rows_of(x, out, turned, r, columns, g, rows - tail, tail, blocks, numbers);
+        }
+    }
+    device_free(x);
+}
+
+static void test_beyond_2_31(void) { check_large((int64_t)1 << 31); }
+static void test_beyond_2_32(void) { check_large((int64_t)1 << 32); }
+#define RUN_LARGE(test, gib)                                                                                           \
+    do {                                                                                                               \
+        if (device_free_memory(1) < (size_t)gib << 30)                                                                 \
+            SKIP(test, "needs " #gib " GiB of GPU memory");                                                            \
+        else                                                                                                           \
+            RUN(test);                                                                                                 \
+    } while (0)
+
 // Counts are exact. Sums are of the same doubles in another order.
 static void test_stats(void) {
     Ragged r = {};
@@ -126,5 +197,8 @@ int main(int argc, char** argv) {
     RUN(test_groups);
     RUN(test_matrices);
     RUN(test_stats);
+    if (small) return test_summary();
+    RUN_LARGE(test_beyond_2_31, 14);
+    RUN_LARGE(test_beyond_2_32, 27);
     return test_summary();
 }
