@@ -70,7 +70,7 @@ def run(name, command, timeout, jobs, program):
     if not os.path.exists(command[-1]):
         print(f"{name:40}           is missing: 1 failed")
         return [0, 1, 0]
-    environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
+    environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", PYTHONUTF8="1")  # tests give files names in UTF-8, in any locale
     if program:
         environment["TRAIN_MOE"] = os.path.abspath(program)
     if jobs > 1:
