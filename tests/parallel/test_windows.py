@@ -119,7 +119,7 @@ class Windows(many.Case):
                 int result = ((int (*)(int*))dlsym(RTLD_NEXT, "ncclGetVersion"))(version);
                 *version += 1;
                 return result;
-            }""")
+            }""", "utf-8")
         subprocess.run(["cc", "-shared", "-fPIC", "other.c", "-o", "other.so", "-ldl"], cwd=self.dir, check=True)
         line = self.command(out="run", dispatch="windows", timeout=many.LIMIT, **{**RUN, "ep": RANKS})
         process = many.Process(self.dir, (RANKS - 1, line), (1, ["env", f"LD_PRELOAD={self.dir}/other.so", *line]))

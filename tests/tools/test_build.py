@@ -239,13 +239,13 @@ class Run(unittest.TestCase):
             shutil.copy(ROOT / "tests/run.py", folder)
             folder = pathlib.Path(folder)
             for name, skipped in (("a", 0), ("b", 1)):
-                (folder / f"test_{name}.py").write_text(f"print('2 passed, 0 failed, {skipped} skipped')\n")
-            (folder / "test_slow.py").write_text("SLOW = True\nprint('0 passed, 0 failed, 1 skipped')\n")
-            (folder / "test_c").write_text("#!/bin/sh\necho 0 passed, 0 failed, 1 skipped\n")
+                (folder / f"test_{name}.py").write_text(f"print('2 passed, 0 failed, {skipped} skipped')\n", "utf-8")
+            (folder / "test_slow.py").write_text("SLOW = True\nprint('0 passed, 0 failed, 1 skipped')\n", "utf-8")
+            (folder / "test_c").write_text("#!/bin/sh\necho 0 passed, 0 failed, 1 skipped\n", "utf-8")
             (folder / "test_c").chmod(0o755)
             subprocess.run([sys.executable, folder / "run.py", "--part", "fast", "--list-skipped", folder / "list", folder / "test_c"],
                            check=True, capture_output=True)
-            self.assertEqual((folder / "list").read_text(), f"{folder}/test_b.py\n")
+            self.assertEqual((folder / "list").read_text("utf-8"), f"{folder}/test_b.py\n")
 
 
 class Profile(unittest.TestCase):
