@@ -191,6 +191,7 @@ static void fetch_step(Run* r, int64_t step) {
 static void save(Run* r, int64_t step, int at_the_end) {
     int64_t good = step - r->last.bad_in_a_row;
     if (good == r->saved || (good != step && !at_the_end)) return;
+    if (r->log) folder_check(&r->folder);
     if (r->log) runlog_sync(r->log);
     model_save(r->model, r->saver, good, shards_hash(r->train), &r->last);
     r->saved = good;
@@ -368,6 +369,7 @@ static void open_outputs(Run* r) {
 
 // All of it back.
 static void close_all(Run* r) {
+    if (r->log) folder_check(&r->folder);
     if (r->log) runlog_close(r->log);
     if (r->saver) saver_destroy(r->saver);
     folder_close(&r->folder);

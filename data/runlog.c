@@ -1,5 +1,6 @@
 // The log is rewritten when a run begins: the configuration, then the lines of an earlier log that are still valid. The
-// new file is written under a temporary name and renamed once it is on the disk. Steps are then appended.
+// new file is written under a temporary name and renamed once it is on the disk. Steps are then appended. All lines
+// stay in memory too, some 500 bytes a step: whatever others do to the file, it can be written again.
 #include "data/runlog.h"
 
 #include <errno.h>
@@ -8,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "data/json.h"
@@ -20,7 +22,10 @@ static const size_t LIMIT = (size_t)4 << 30;  // bytes of an earlier log that a 
 struct RunLog {
     Path folder, path, beside;  // of the run; the log; its temporary name while it is rewritten
     const char* written;        // the one that is being written
-    FILE* file;
+    FILE *file, *copy;          // copy: a stream into `text`
+    char* text;                 // all lines
+    size_t length;
+    struct timespec changed;  // the file's time after this program's last write
 };
 
 // Ends the run, for the reason in errno.
@@ -31,10 +36,18 @@ static NORETURN void give_up(const RunLog* log) {
     die(EXIT_FAILED, "cannot write %s: %s", log->written, file_error(why));
 }
 
-// Writes a line and flushes it to the operating system, so that a crash of the program loses no step.
-static void put_line(RunLog* log, const char* line, size_t length) {
-    if (fwrite(line, 1, length, log->file) != length || fputc('\n', log->file) == EOF || fflush(log->file) != 0)
+// Adds a line to the text.
+static void keep_line(RunLog* log, const char* line, size_t length) {
+    if (fwrite(line, 1, length, log->copy) != length || fputc('\n', log->copy) == EOF || fflush(log->copy) != 0)
         give_up(log);
+}
+
+// Writes the text from `start` on and flushes it to the operating system, so that a crash of the program loses no step.
+static void put(RunLog* log, size_t start) {
+    const size_t n = log->length - start;
+    struct stat info;
+    if (fwrite(log->text + start, 1, n, log->file) != n || fflush(log->file) != 0) give_up(log);
+    if (fstat(fileno(log->file), &info) == 0) log->changed = info.st_mtim;
 }
 
 // The step of a line; 0: the configuration, which is the first line; -1: unreadable.
@@ -54,19 +67,22 @@ static void set_aside(const char* path, const char* line, size_t length) {
         die(EXIT_FAILED, "cannot write %s: %s", path, file_error(errno));
 }
 
-// Copies the lines of an earlier log for steps up to last_step. Its last line counts only with its newline.
+// Copies the lines of an earlier log for steps up to last_step. A last line without its newline, which a killed run
+// leaves, is dropped if it cannot be read.
 static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_step) {
     Path aside = path_of("%s.unreadable", log->path.text);
     // Line numbers count from 1, as editors show them.
     int64_t number = 0, odd = 0, first_odd = 0;
 
     // Each line is kept, dropped (its step will run again), or set aside (unreadable).
-    for (const char *line = text, *end; (end = (const char*)memchr(line, '\n', (size_t)(text + size - line))) != NULL;
-         line = end + 1) {
+    for (const char *line = text, *end; line < text + size; line = end + 1) {
+        end = (const char*)memchr(line, '\n', (size_t)(text + size - line));
+        const bool whole = end != NULL;
+        if (!whole) end = text + size;
         int64_t step = step_of(line, (size_t)(end - line), number == 0);
         number++;
-        if (step > 0 && step <= last_step) put_line(log, line, (size_t)(end - line));
-        if (step >= 0) continue;
+        if (step > 0 && step <= last_step) keep_line(log, line, (size_t)(end - line));
+        if (step >= 0 || !whole) continue;
         set_aside(aside.text, line, (size_t)(end - line) + 1);
         if (odd++ == 0) first_odd = number;
     }
@@ -76,17 +92,15 @@ static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_
              odd == 1 ? "" : "s", first_odd, aside.text);
 }
 
-// Opens the new log under its temporary name.
-static void begin(RunLog* log) {
+// Writes all lines under the temporary name, flushes them to the disk, then renames the file over the old log. O_APPEND
+// ("a"): where others truncate the file, the next line leaves no hole before it.
+static void publish(RunLog* log) {
     log->written = log->beside.text;
     int fd = create_file(log->written);
-    log->file = fd < 0 ? NULL : fdopen(fd, "w");
+    log->file = fd < 0 ? NULL : fdopen(fd, "a");
     if (!log->file) give_up(log);
-}
-
-// Flushes it to the disk, then renames it over the old log.
-static void publish(RunLog* log) {
-    runlog_sync(log);
+    put(log, 0);
+    if (sync_file(fd, log->written) != 0) give_up(log);
     if (rename(log->written, log->path.text) != 0 || sync_folder(log->folder.text) != 0) give_up(log);
     log->written = log->path.text;
 }
@@ -105,37 +119,52 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
     if (!old && last_step > 0) warn("%s is missing: the log begins at step %ld", path, last_step + 1);
 
     // The new log: the configuration, and the kept lines.
-    begin(log);
-    put_line(log, config_json, strlen(config_json));
+    log->copy = open_memstream(&log->text, &log->length);
+    if (!log->copy) die(EXIT_FAILED, "out of host memory for %s", path);
+    keep_line(log, config_json, strlen(config_json));
     if (old) keep_lines(log, old, size, last_step);
     publish(log);
     free(old);
     return log;
 }
 
+// Whether the first `length` bytes of the text are in the file, and no others. An error other than a missing name
+// counts as a yes. Without `wholly` a file of this size and time is not read.
+static bool is_as_written(const RunLog* log, size_t length, bool wholly) {
+    struct stat now;
+    size_t size;
+    if (!is_open_as(fileno(log->file), log->path.text)) return false;
+    if (!wholly && fstat(fileno(log->file), &now) == 0 && (size_t)now.st_size == length &&
+        memcmp(&now.st_mtim, &log->changed, sizeof(now.st_mtim)) == 0)
+        return true;
+    char* text = read_file(log->path.text, LIMIT, &size);
+    const bool same = !text || (size == length && memcmp(text, log->text, size) == 0);
+    free(text);
+    return same;
+}
+
+// Writes the log again, with all lines. A file that has its name is kept.
+static void restore(RunLog* log) {
+    const char* path = log->path.text;
+    warn("%s was removed, replaced or changed during the run: it is written again, with all lines of the run", path);
+    if (rename(path, path_of("%s.replaced", path).text) != 0 && errno != ENOENT) give_up(log);
+    fclose(log->file);
+    publish(log);
+}
+
 void runlog_sync(RunLog* log) {
+    // Wholly: a change within one tick of the file system's clock leaves the time as it was.
+    if (!is_as_written(log, log->length, true)) restore(log);
     if (sync_file(fileno(log->file), log->written) != 0) give_up(log);
 }
 
-// Writes the log again: the file that was removed or replaced is still open, with all its lines.
-static void restore(RunLog* log) {
-    const char* path = log->path.text;
-    Path replaced = path_of("%s.replaced", path);
-    FILE* lost = log->file;
-    size_t size;
-    char* lines = read_file(path_of("/proc/self/fd/%d", fileno(lost)).text, LIMIT, &size);
-    if (!lines || (rename(path, replaced.text) != 0 && errno != ENOENT)) give_up(log);
-    warn("%s was removed or replaced during the run: it is written again, with all lines of the run", path);
-    begin(log);
-    if (fwrite(lines, 1, size, log->file) != size || fflush(log->file) != 0) give_up(log);
-    publish(log);
-    free(lines);
-    fclose(lost);
-}
-
 void runlog_add(RunLog* log, const char* line) {
-    if (!is_open_as(fileno(log->file), log->path.text)) restore(log);
-    put_line(log, line, strlen(line));
+    const size_t before = log->length;
+    keep_line(log, line, strlen(line));
+    if (is_as_written(log, before, false))
+        put(log, before);
+    else
+        restore(log);
 }
 
 void runlog_number(char** line, const char* name, double x) {
@@ -150,6 +179,9 @@ void runlog_list(char** line, const char* name, const double* x, int64_t n) {
 }
 
 void runlog_close(RunLog* log) {
+    if (!is_as_written(log, log->length, true)) restore(log);
     if (fclose(log->file) != 0) give_up(log);
+    fclose(log->copy);
+    free(log->text);
     free(log);
 }

@@ -286,7 +286,12 @@ class Processes(Case):
 
     def steps_logged(self, count):
         path, end = self.dir / "run/log.jsonl", time.monotonic() + 60
-        while not path.exists() or path.read_bytes().count(b"\n") <= count:
+        def lines():
+            try:
+                return path.read_bytes().count(b"\n")
+            except FileNotFoundError:  # it comes, or is being replaced
+                return 0
+        while lines() <= count:
             self.assertLess(time.monotonic(), end, "waited in vain")
             time.sleep(0.01)
 
@@ -350,10 +355,62 @@ class Processes(Case):
             process.send_signal(signal.SIGTERM)
             _, stderr = process.communicate(timeout=60)
         self.assertEqual(process.returncode, 0)
-        self.assertEqual(stderr.count("run/log.jsonl was removed or replaced during the run: it is written again"), 2)
+        self.assertEqual(stderr.count("run/log.jsonl was removed, replaced or changed during the run: it is written again"), 2)
         self.assertEqual((self.dir / "run/log.jsonl.replaced").read_text("utf-8"), "mine")
+        self.assert_every_step_once()
+
+    def assert_every_step_once(self):
         last, = checkpoints(self.dir / "run")
+        self.assertNotIn(b"\0", (self.dir / "run/log.jsonl").read_bytes())
         self.assertEqual([line["step"] for line in read_log(self.dir / "run")[1]], list(range(1, int(last[5:]) + 1)))
+
+    def test_the_log_is_changed(self):
+        """Others truncate the log, write into it, or edit it, while the run goes on, and just before its end."""
+        log = self.dir / "run/log.jsonl"
+
+        def truncate():  # `: > log.jsonl`, logrotate's copytruncate
+            os.truncate(log, 0)
+
+        def shorten():
+            os.truncate(log, log.stat().st_size - 20)
+
+        def append():
+            with open(log, "ab") as file:
+                file.write(b"a note\n")
+
+        def other_bytes():  # of the same length, in place, with the same time
+            status = log.stat()
+            with open(log, "r+b") as file:
+                file.seek(status.st_size // 2)
+                file.write(b"x" * 20)
+            os.utime(log, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+        def edit():  # an editor's new file
+            (self.dir / "run/new").write_bytes(log.read_bytes().replace(b"loss", b"cost"))
+            (self.dir / "run/new").rename(log)
+
+        def touch():  # no change
+            os.utime(log)
+
+        for change in (truncate, shorten, append, other_bytes, edit, touch):
+            for ends in (False, True):
+                with self.subTest(change.__name__, ends=ends), self.start(out="run") as process:
+                    self.steps_logged(3)
+                    process.send_signal(signal.SIGSTOP)
+                    os.waitpid(process.pid, os.WUNTRACED)
+                    change()
+                    there = log.read_bytes().count(b"\n")
+                    if ends:
+                        process.send_signal(signal.SIGTERM)
+                    process.send_signal(signal.SIGCONT)
+                    if not ends and change is not other_bytes:  # which the save finds
+                        self.steps_logged(there + 3)
+                    process.send_signal(signal.SIGTERM)
+                    _, stderr = process.communicate(timeout=60)
+                    self.assertEqual(process.returncode, 0, stderr)
+                    self.assertEqual(stderr.count("run/log.jsonl was removed, replaced or changed"), change is not touch)
+                    self.assert_every_step_once()
+                shutil.rmtree(self.dir / "run")
 
     def test_a_lock_of_another_program(self):
         (self.dir / "run").mkdir()

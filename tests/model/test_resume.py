@@ -342,6 +342,13 @@ class Resume(Case):
             self.train(out="run", resume=True, steps=20)
             self.assert_same_run(out, self.reference(), 20)
 
+    def test_a_last_line_without_its_newline_stays(self):
+        """Editors may leave a log without its last newline."""
+        out = self.copy_of(self.reference())
+        (out / "log.jsonl").write_bytes((out / "log.jsonl").read_bytes().rstrip(b"\n"))
+        self.train(out="run", resume=True, steps=22)
+        self.assertEqual(curve(out), curve(self.reference(22)))
+
     def test_log_lost_or_torn_early(self):
         for content in (None, b"", b'{"model": "ti'):
             out = self.copy_of(self.reference())
