@@ -58,7 +58,7 @@ int remove_tree(const char* path) {
 // ESTALE of an open file: on NFS, another machine removed it.
 bool is_open_as(int fd, const char* path) {
     struct stat held, named;
-    if (fstat(fd, &held) != 0) return errno != ESTALE;
+    if (fstat(fd, &held) != 0) return errno != ESTALE && errno != EBADF;
     if (stat(path, &named) != 0) return errno != ENOENT && errno != ENOTDIR;
     return held.st_dev == named.st_dev && held.st_ino == named.st_ino;
 }
@@ -66,7 +66,7 @@ bool is_open_as(int fd, const char* path) {
 int sync_file(int fd, const char* path) {
     static bool warned;
     if (fsync(fd) == 0) return 0;
-    if (errno != EINVAL && errno != ENOSYS && errno != EOPNOTSUPP && errno != EBADF) return -1;
+    if (errno != EINVAL && errno != ENOSYS && errno != EOPNOTSUPP) return -1;
     if (!warned)
         warn(
             "%s cannot be flushed to the disk (%s): its file system does not offer that, and a power failure may "

@@ -102,12 +102,19 @@ static void folders(void) {
     free(text);
     CHECK(!read_file(in_folder("none"), SIZE_MAX, &size) && errno == ENOENT, "a missing file: errno %d", errno);
     CHECK(!read_file(folder, SIZE_MAX, &size) && errno == EISDIR, "a folder as a file: errno %d", errno);
+    // A closed descriptor is an error, not a file system that cannot flush.
+    const int fd = create_file(in_folder("file"));
+    CHECK(sync_file(fd, "file") == 0 && is_open_as(fd, in_folder("file")), "an open file");
+    close(fd);
+    CHECK(sync_file(fd, "file") == -1 && errno == EBADF, "flushed without a file: errno %d", errno);
+    CHECK(!is_open_as(fd, in_folder("file")), "a closed file passes as open");
     // Trees are removed. Links and FIFOs are refused.
     write_file("a/b/c/one", "1", 1);
     CHECK(
         remove_tree(in_folder("a/b")) == 0 && access(in_folder("a/b"), F_OK) != 0 && access(in_folder("a"), F_OK) == 0,
         "a/b is not gone, or more is");
     CHECK(remove_tree(in_folder("a/b")) == 0, "what is missing is gone");
+    write_file("file", "12345", 5);
     CHECK(!read_file(in_folder("file"), 4, &size) && errno == EFBIG, "a file beyond the limit: errno %d", errno);
     CHECK(symlink(folder, in_folder("a/link")) == 0 && remove_tree(in_folder("a/link")) == -1 && errno == ELOOP,
           "a link is removed: errno %d", errno);
