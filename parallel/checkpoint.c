@@ -231,6 +231,15 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
     free(body);
 }
 
+// Whether a folder with a checkpoint's name is one: others are never removed.
+static bool is_checkpoint(const char* out, int64_t step) {
+    char error[512];
+    Json* manifest = checkpoint_manifest(out, step, error, sizeof(error));
+    const bool good = manifest != NULL;
+    json_free(manifest);
+    return good;
+}
+
 // Removes a checkpoint. It is renamed first, so that a folder with a checkpoint's name is always complete.
 static void remove_step(const char* out, int64_t step) {
     Path path = step_path(out, step, ""), old = step_path(out, step, ".replaced");
@@ -247,7 +256,7 @@ static void prune(const char* out, int64_t newest, int keep) {
 
     // The list begins with the newest, so its first `keep` entries stay.
     for (int i = 0; i < count; i++) {
-        if (steps[i] > newest) continue;  // refused at resume, newer than this one: not counted
+        if (steps[i] > newest || !is_checkpoint(out, steps[i])) continue;  // newer ones were refused at resume
         if (++seen > keep) remove_step(out, steps[i]);
     }
     free(steps);
@@ -274,20 +283,26 @@ bool checkpoint_set_aside(Saver* s, int64_t step) {
 
 // Commit, when all files are on disk: renames the folder.
 static void publish(const Saver* s) {
-    Path final = step_path(s->out, s->step, ""), replaced = step_path(s->out, s->step, ".replaced");
-    const char *path = final.text, *old = replaced.text, *folder = s->folder.text;
+    const bool replaces = is_checkpoint(s->out, s->step);
+    Path final = step_path(s->out, s->step, ""), old = step_path(s->out, s->step, replaces ? ".replaced" : ".aside");
+    const char *path = final.text, *folder = s->folder.text;
     check_folder(s);
     if (sync_folder(folder) != 0) give_up(s, "flush", path);
 
-    // A folder of this name can only be one that was refused at resume. It is renamed, and removed after the new one
-    // has its name.
+    // A checkpoint of this name can only be one that was refused at resume. It is renamed, and removed after the new
+    // one has its name. Anything else of this name is kept under another one.
     if (is_link(path)) {
         errno = ELOOP;
         give_up(s, "replace", path);
     }
-    if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
+    for (int n = 2; !replaces && access(old.text, F_OK) == 0; n++) old = path_of("%s.aside%d", path, n);
+    if (rename(path, old.text) == 0) {
+        if (!replaces) warn("%s is no checkpoint that can be read, so it is kept: it is now %s", path, old.text);
+    } else if (errno != ENOENT) {
+        give_up(s, "replace", path);
+    }
     if (rename(folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
-    clear_away(old);
+    if (replaces) clear_away(old.text);
 }
 
 // Removes the oldest checkpoints, then prints the new one. At least two remain: only the next step shows

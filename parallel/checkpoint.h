@@ -9,6 +9,9 @@
 // Tensors are stored in the type that a run keeps them in: real (float32), or bf16 for the moments of --moments bf16.
 // Working weights are not stored: they are derived from the masters after loading.
 //
+// Only a checkpoint, a folder whose manifest can be read, is ever replaced or removed for its age. Anything else with
+// the name of one is renamed to `step_%08d.aside` when the run saves that step.
+//
 // Training waits only while the tensors are copied to host memory. A thread writes the files while training goes on:
 //
 //   step 10              step 11        step 12        step 20

@@ -77,9 +77,36 @@ class Checkpoints(Case):
                 self.assertIn("warning: resuming from step_00000010, the newest good checkpoint", done.stderr)
                 self.assertIn("resumed    from run/step_00000010", done.stdout)
                 self.assert_same_run(out, self.reference(), 20)
+                # Without a manifest that can be read it may be anything, and is kept.
+                kept = "manifest" in fault or fault in ("folder emptied", "folder is a file")
+                self.assertEqual((out / "step_00000020.aside").exists(), kept)
+                if kept:
+                    self.assertIn("run/step_00000020 is no checkpoint that can be read, so it is kept: it is now "
+                                  "run/step_00000020.aside", done.stderr)
                 if fault != "folder renamed":
-                    self.assertEqual(checkpoints(out), ["step_00000010", "step_00000020"])
+                    self.assertEqual([p.name for p in sorted(out.glob("step_????????"))], ["step_00000010", "step_00000020"])
                     self.assertEqual(self.train(out="run", resume=True, steps=21).stderr, "")
+
+    def test_folders_of_others(self):
+        """A folder or file of another program that has the name of a step stays, as does its manifest.json."""
+        out = self.copy_of(self.reference())
+        own = {}
+        for name, file in (("step_00000005", "thesis.txt"), ("step_00000021", "manifest.json"), ("step_00000022", "thesis.txt"),
+                           ("step_00000022.aside", "thesis.txt"), ("step_00000023", None)):
+            path = out / name / file if file else out / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("mine, " + name)
+            own[name] = path.read_text()
+        done = self.train(out="run", resume=True, steps=24, save_every=1, keep=1)
+        self.assertEqual(done.stderr.count("is no checkpoint that can be read, so it is kept"), 3)
+        self.assertEqual((out / "step_00000005/thesis.txt").read_text(), own["step_00000005"])
+        self.assertEqual((out / "step_00000021.aside/manifest.json").read_text(), own["step_00000021"])
+        self.assertEqual((out / "step_00000022.aside/thesis.txt").read_text(), own["step_00000022.aside"])
+        self.assertEqual((out / "step_00000022.aside2/thesis.txt").read_text(), own["step_00000022"])
+        self.assertEqual((out / "step_00000023.aside").read_text(), own["step_00000023"])
+        self.assert_same_run(out, self.reference(24, save_every=24), 24)
+        self.assertEqual(checkpoints(out), ["step_00000005", "step_00000021.aside", "step_00000022.aside",
+                                            "step_00000022.aside2", "step_00000024"])
 
     def test_all_bad(self):
         for fault in self.FAULTS:

@@ -248,7 +248,7 @@ class Stages(Case):
             write_manifest(out / "step_00000010", record)
             done = self.call([PROGRAM, "--out", "again", "--resume"])
             self.assertIn("step_00000010 is refused: again/step_00000010/manifest.json: its number of updates is out of range", done.stderr)
-            self.assertEqual(checkpoints(out), ["step_00000005", "step_00000010"])
+            self.assertEqual(checkpoints(out), ["step_00000005", "step_00000010", "step_00000010.aside"])
 
 
 if __name__ == "__main__":

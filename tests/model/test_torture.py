@@ -84,7 +84,7 @@ class Case:
         self.torture, self.rng, self.ranks = torture, random.Random(f"{torture.seed}/{name}"), ranks
         self.expected = torture.dir / f"reference{ranks}"
         self.dir = pathlib.Path(tempfile.mkdtemp(dir=torture.dir))
-        self.out, self.outside, self.spoiled = self.dir / "run", self.dir / "outside", ()
+        self.out, self.outside, self.spoiled, self.unreadable = self.dir / "run", self.dir / "outside", (), ()
         (self.outside / "folder").mkdir(parents=True)
         for file in ("file", "folder/file", "folder/manifest.json"):
             (self.outside / file).write_text(file, "utf-8")
@@ -118,7 +118,9 @@ class Case:
         if not fresh:
             self.copy(4)
             self.spoiled = [step(4)]
-            self.flip(self.rng.choice(sorted((self.out / step(4)).iterdir())))
+            path = self.rng.choice(sorted((self.out / step(4)).iterdir()))
+            self.flip(path)
+            self.unreadable = [step(4)] if path.name == "manifest.json" else []
         return self.torture.operations.get((self.ranks, fresh))
 
     def check_checkpoints(self):
@@ -137,6 +139,8 @@ class Case:
         names = {path.name for path in self.out.iterdir() if path.name != ".lock" or path.stat().st_size}
         check({"log.jsonl", step(steps)} <= names, "incomplete:", names, ended)
         names -= {step(number) for number in range(2, steps + 1, 2)} | {"log.jsonl", "log.jsonl.unreadable"} | set(more)
+        # What has no manifest that can be read may be of another program.
+        names -= {f"{name}.aside" for name in self.unreadable}
         check(not names, "left over:", names, ended)
 
     def finish(self):
@@ -233,6 +237,7 @@ class Case:
         else:
             check(linked or ended.resumed == best and (best or not present), "accepted silently", ended)
             self.spoiled = [name for name in present if name < step(ended.resumed)]
+            self.unreadable = [name for name in present if {name, "manifest.json"} & set(lost[name])]
             self.check_end(ended, 8, lost if odd else ())
             self.check_log(ended, lines)
 
