@@ -386,7 +386,8 @@ static void close_all(Run* r) {
 }
 
 int main(int argc, char** argv) {
-    Run r = {.folder = {.fd = -1, .lock = -1}};
+    static Run r = {.folder = {.fd = -1, .lock = -1}};
+    threads_check_stacks();
     open_ranks(&r, argc, argv);
     const Settings* s = &r.settings;
     const int asks = s->help || s->version, trains = !asks && !s->dry_run && !*s->sample && !*s->evaluate;

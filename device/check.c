@@ -59,14 +59,16 @@ char* host_printable(const char* bytes, size_t n, const char* keep) {
 }
 
 // Prints one line in a single write, because other ranks write to the same terminal. It allocates nothing: memory may
-// be exhausted.
+// be exhausted, and the stack may be small.
 static void say(const char* kind, const char* who, const char* format, va_list args) {
-    char text[8192], line[4 * sizeof(text) + 2];
+    static char text[8192], line[4 * sizeof(text) + 2];
+    flockfile(stderr);  // one thread at a time
     int capacity = (int)sizeof(text), n = snprintf(text, (size_t)capacity, "train_moe: %s: %s", kind, who);
     n += vsnprintf(text + n, (size_t)(capacity - n), format, args);
     strcpy(line + printable(line, text, (size_t)(n < capacity ? n : capacity - 1), ""), "\n");
     fputs(line, stderr);
     fflush(stderr);
+    funlockfile(stderr);
 }
 
 void die(int code, const char* format, ...) {

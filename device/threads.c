@@ -1,13 +1,36 @@
 #include "device/threads.h"
 
+#include <ctype.h>
+#include <math.h>
 #include <omp.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 
 #include "device/check.h"
 
-enum { MOST = 512 };  // OpenBLAS has buffers for 640 concurrent GEMMs
+enum {
+    MOST = 512,       // OpenBLAS has buffers for 640 concurrent GEMMs
+    STACK_KIB = 512,  // this program's frames take 100, those of libraries vary
+};
+
+void threads_check_stacks(void) {
+    struct rlimit stack;
+    if (getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur < STACK_KIB << 10)
+        die(EXIT_FAILED, "a stack is limited to %ld KiB, and %d are needed: raise the limit (ulimit -s 8192)",
+            (long)stack.rlim_cur >> 10, STACK_KIB);
+
+    // In KiB, unless another unit follows.
+    static const char units[] = "bkmg";
+    const char *own = getenv("OMP_STACKSIZE"), *at;
+    long size;
+    char unit = 'k';
+    if (!own || sscanf(own, "%ld %c", &size, &unit) < 1 || !(at = strchr(units, tolower(unit)))) return;
+    if (ldexp((double)size, 10 * (int)(at - units - 1)) < STACK_KIB)
+        die(EXIT_USAGE, "OMP_STACKSIZE is %s; at least %dk are needed", own, STACK_KIB);
+}
 
 // A thread of the trial: waits until all have been started.
 static void* wait_at(void* gate) {

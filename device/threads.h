@@ -1,5 +1,9 @@
-// The limits of OpenMP's threads.
+// The limits of threads and of their stacks.
 #pragma once
+
+// The first call in main. Ends the run if stacks are too small (ulimit -s, OMP_STACKSIZE), which would be a
+// segmentation fault later.
+void threads_check_stacks(void);
 
 // Call it before the first parallel region. Ends the run if OMP_NUM_THREADS exceeds the maximum, or if threads
 // cannot be created. Otherwise libgomp would end it by a signal, or without a message to the other ranks.

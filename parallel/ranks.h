@@ -10,7 +10,7 @@
 
 typedef struct Ranks Ranks;  // a group of ranks
 
-// The first call in main. From here on die() names this rank and ends the run on every rank, with its exit code. Only
+// From here on die() names this rank and ends the run on every rank, with its exit code. Only
 // rank 0 prints warnings; the other ranks' stdout is discarded. A program that was not started by mpirun or
 // srun is one rank.
 Ranks* ranks_start(int* argc, char*** argv);

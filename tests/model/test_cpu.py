@@ -135,6 +135,22 @@ class Processors(cli.Case):
             done = self.start(threads=64, limits=limits, steps=1, variables={"OPENBLAS_NUM_THREADS": "1"})  # or it fails first
             self.assertRegex(self.failure(done, 1), r"out of memory.* \d+ of 64")
 
+    def test_stacks_that_are_too_small(self):
+        """Small stacks, of the process or of OpenMP's threads, end a run with one line of error. Those allowed suffice."""
+        for kib in (64, 128, 511):
+            message = self.failure(self.start(limits=[(resource.RLIMIT_STACK, kib << 10)], steps=1), 1)
+            self.assertIn(f"a stack is limited to {kib} KiB, and 512 are needed: raise the limit (ulimit -s 8192)", message)
+        for size in ("64k", "100", " 511 K", "65536B"):
+            message = self.failure(self.start(steps=1, variables={"OMP_STACKSIZE": size}), 2)
+            self.assertIn(f"OMP_STACKSIZE is {size}; at least 512k are needed", message)
+        mxfp8 = dict(precision="mxfp8", dim=128, kv_lora=32, expert_ffn=128, steps=2)  # it has the largest frames
+        if "sanitize" not in FOLDER:
+            done = self.start(limits=[(resource.RLIMIT_STACK, 512 << 10)], out="limit", **mxfp8)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+        for size in ("512", "1M", "1 g"):
+            done = self.start(variables={"OMP_STACKSIZE": size}, out=size, **mxfp8)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+
     @unittest.skipIf("sanitize" in FOLDER, "the sanitizer takes terabytes of address space")
     def test_memory_that_cannot_be_had(self):
         """Too little memory ends a run with one line of error, from the least with which the libraries start to enough."""
