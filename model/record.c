@@ -10,8 +10,18 @@
 #include "device/check.h"
 #include "device/files.h"
 #include "model/params.h"
+#include "mx/fp4.h"
 #include "parallel/checkpoint.h"
 #include "parallel/slices.h"
+
+// The revision of the rounding to four bits, 0 for a run without.
+static int64_t fp4_rounding(const Settings* s) {
+    const int64_t parts[] = {s->expert_precision, s->wgrad_precision, s->linear_precision};
+    for (int i = 0; i < 3; i++)
+        if ((parts[i] >= FORMAT_NVFP4 && parts[i] <= FORMAT_MXFP4) || parts[i] == FORMAT_MXFP4_WEIGHTS)
+            return FP4_ROUNDING;
+    return 0;
+}
 
 char* record_json(const Settings* s) {
     char* json = host_strdup("{");
@@ -23,7 +33,8 @@ char* record_json(const Settings* s) {
         free(quoted);
         free(text);
     }
-    host_append(&json, ", \"warmup-steps\": %.17g, \"updates-before\": %ld}", s->warmup_steps, s->updates_before);
+    host_append(&json, ", \"warmup-steps\": %.17g, \"updates-before\": %ld, \"fp4-rounding\": %ld}", s->warmup_steps,
+                s->updates_before, fp4_rounding(s));
     return json;
 }
 
@@ -138,7 +149,8 @@ void record_recall(const Json* record, bool stage, Settings* s) {
 // An option of another version that this one lacks must have been off.
 static void check_unknown(const Json* record, const char* folder) {
     for (const Json* o = record->child; o; o = o->next) {
-        bool known = strcmp(o->key, "warmup-steps") == 0 || strcmp(o->key, "updates-before") == 0;
+        bool known = strcmp(o->key, "warmup-steps") == 0 || strcmp(o->key, "updates-before") == 0 ||
+                     strcmp(o->key, "fp4-rounding") == 0;
         for (int i = 0; i < settings_count; i++) known |= strcmp(o->key, settings_table[i].name) == 0;
         if (!known && o->number != 0)
             die(EXIT_USAGE, "the run in %s was made with --%s %g, which this version of train_moe does not have",
@@ -169,4 +181,11 @@ void record_check(const Json* record, bool stage, const Settings* s) {
                   : "resumed run keeps its model, data, optimizer and precision");
     free(list);
     settings_free(&was);
+
+    const int64_t rounding = fp4_rounding(s), then = json_int(record, "fp4-rounding", 0);
+    if (!stage && then != rounding)
+        die(EXIT_USAGE,
+            "the run in %s was made with revision %ld of the rounding to four bits, and this version of train_moe has "
+            "revision %ld: go on with the version that made it, or begin a new stage with --init and --init-moments",
+            s->out, then, rounding);
 }

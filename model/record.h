@@ -7,14 +7,18 @@
 // A new stage, --out NEW --init FOLDER --init-moments, begins with the record of FOLDER in the same way.
 //
 // The record of an older program lacks newer options: they were at their defaults. One that lacks --balance had a
-// selection bias with --bias-rate as --balance deepseek has, or with rate 0 none.
+// selection bias with --bias-rate as --balance deepseek has, or with rate 0 none. One of a run in four bits that lacks
+// "fp4-rounding" had another rounding.
 #pragma once
 
 #include "model/settings.h"
 #include "parallel/ranks.h"
 
-// All options as one JSON object, in fresh memory. Its last members are "warmup-steps", the steps of the warm-up, and
-// "updates-before", the updates of the stages before (--init-moments).
+// All options as one JSON object, in fresh memory. Its last members:
+//
+//   warmup-steps     the steps of the warm-up
+//   updates-before   the updates of the stages before (--init-moments)
+//   fp4-rounding     the revision of the rounding to four bits; 0: a run without
 char* record_json(const Settings* settings);
 // The log's first line: the same, and "flops-per-token" (the numerator of MFU), "build", "host" (this one) and
 // "device". In fresh memory.
@@ -33,5 +37,6 @@ Json* record_stage(const Settings* settings);
 void record_recall(const Json* record, bool stage, Settings* settings);
 
 // Ends the run if options differ that must not (with `stage`, only an OPTION_KEPT must not), with a message that lists
-// them all. The data are compared by their hash, not by --train.
+// them all. Without `stage` it also compares the revision of the rounding to four bits. The data are compared by their
+// hash, not by --train.
 void record_check(const Json* record, bool stage, const Settings* settings);

@@ -1,6 +1,8 @@
 // NVFP4 and MXFP4 fake quantization. Nearest: bit for bit against goldens by fouroversix and torchao
 // (scripts/make_fp4_golden.py). Stochastic: unbiased, reproducible, the same in any parts. The Hadamard transform:
 // orthogonal. Groups: each is its own tensor, also empty ones.
+#include <zlib.h>
+
 #include "data/safetensors.h"
 #include "device/random.h"
 #include "mx/formats.h"
@@ -277,6 +279,30 @@ static void test_draws(void) {
     ctx_destroy(ctx);
 }
 
+// A change of any value needs a new revision, which this test then names with the new CRC-32.
+static void test_revision(void) {
+    Ctx* ctx = ctx_create(0);
+    const BatchDraws draws = {5, 0};
+    const Draw random = {&draws, 9};
+    real *x = room(COUNT), *out = room(COUNT);
+    uLong crc = 0;
+    for (int i = 0; i < COUNT; i++) x[i] = (real)((i * 7919 + i / COLUMNS * 104729) % 20011 - 10005) / 1024;
+    for (int rule = MX_RCEIL; rule <= NVFP4_FOUR_SIX; rule++)
+        for (int at_random = 0; at_random < 2; at_random++)
+            for (int transform = 0; transform < 2; transform++) {
+                const int n = rule < NVFP4_SIX ? 32 : 16;
+                const Fp4Blocks blocks = {rule, transform ? n : 1, transform ? 1 : n, transform};
+                round_values(out, NULL, x, groups_of(1, ROWS), COLUMNS, blocks, at_random ? random : nearest, ctx);
+                for (int i = 0; i < COUNT; i++) {
+                    const float value = (float)out[i];
+                    crc = crc32(crc, (const Bytef*)&value, sizeof(value));
+                }
+            }
+    CHECK(FP4_ROUNDING == 1 && crc == 2620358u, "revision %d has CRC-32 %lu", FP4_ROUNDING, crc);
+    free(x), free(out);
+    ctx_destroy(ctx);
+}
+
 // H S of unit vectors has orthonormal columns, exactly: the entries are +-1/4. Its signs are not all equal, and H is
 // its own inverse. An entry is the largest magnitude of its block, so MXFP4 keeps it.
 static void test_hadamard(void) {
@@ -381,6 +407,7 @@ int main(void) {
     RUN(test_magnitudes);
     RUN(test_coins);
     RUN(test_draws);
+    RUN(test_revision);
     RUN(test_hadamard);
     RUN(test_stats);
     return test_summary();

@@ -10,7 +10,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import Case, curve, main, read_log, text, write_shard  # noqa: E402
+from cli import Case, checkpoints, curve, main, manifest, read_log, write_manifest  # noqa: E402
 
 FITS = dict(kv_lora=32, expert_ffn=32, layers=3, tokens_per_step=128)
 PRECISIONS = ("nvfp4", {}), ("nvfp4-46", {}), ("mxfp4", dict(mtp=1)), ("mxfp4-weights", {})
@@ -27,6 +27,28 @@ class Runs(Case):
                 done = self.train(out="run", resume=True, steps=20, **options)
                 self.assertIn("resumed    from run/step_00000010", done.stdout)
                 self.assert_same_run(out, self.reference(**options), 20)
+
+    def test_another_rounding(self):
+        """A run of another revision of the rounding, or of a version that recorded none, is refused. A new stage may have it."""
+        out = self.copy_of(self.reference(**FITS))
+        self.assertEqual(manifest(out / "step_00000020")["options"]["fp4-rounding"], 0)
+        for options in (*(dict(precision=precision, **more) for precision, more in PRECISIONS), dict(linear_precision="nvfp4")):
+            with self.subTest(options):
+                out = self.copy_of(self.reference(**options, **FITS))
+                step = out / "step_00000020"
+                revision = manifest(step)["options"]["fp4-rounding"]
+                self.assertGreater(revision, 0)
+                for then in (None, revision + 1):
+                    for name in checkpoints(out):
+                        record = manifest(out / name)
+                        record["options"].pop("fp4-rounding", None)
+                        if then:
+                            record["options"]["fp4-rounding"] = then
+                        write_manifest(out / name, record)
+                    self.refused(2, f"the run in run was made with revision {then or 0} of the rounding to four bits, and this "
+                                 f"version of train_moe has revision {revision}: go on with the version that made it, or begin a "
+                                 "new stage with --init and --init-moments", out="run", resume=True, steps=21, **options, **FITS)
+                self.train(out=f"stage-{options}", init=step, init_moments=True, steps=1, **options, **FITS)
 
     def test_recompute(self):
         for precision, more in PRECISIONS:
