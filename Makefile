@@ -4,6 +4,8 @@
 # has code for, as compute capabilities ("80 90"), or all. The default: those of this machine, or all without a GPU.
 
 COMMA = ,
+# Before other programs that are asked something: none of them may hang a build.
+LIMIT := $(if $(shell command -v timeout),timeout 10)
 
 # --- Files ---
 # An op is three files: x.h the contract, x.c the CPU reference, x.cu the CUDA kernels. A .cu without a .c has further
@@ -23,7 +25,7 @@ CC = gcc
 endif
 PYTHON   ?= python3
 # pip's nvidia-* packages: folders with include, lib and perhaps bin/nvcc.
-PIP      := $(wildcard $(addsuffix /*,$(shell $(PYTHON) -c 'import nvidia; print(*nvidia.__path__)' 2>/dev/null)))
+PIP      := $(wildcard $(addsuffix /*,$(shell $(LIMIT) $(PYTHON) -c 'import nvidia; print(*nvidia.__path__)' 2>/dev/null)))
 NVCC     := $(or $(NVCC),$(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc)) $(shell command -v nvcc) $(wildcard $(PIP:%=%/bin/nvcc)) nvcc))
 HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(HAVE_NVCC)))
@@ -37,44 +39,54 @@ ONIG_LIBS := $(if $(filter 0,$(ONIG)),,$(call find,oniguruma oniguruma.h onig))
 ONIG      := $(if $(ONIG_LIBS),1,0)
 SPLIT      = data/split_$(if $(filter 0,$(ONIG)),none,onig)
 # Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
-MPI       := $(or $(MPI),$(if $(shell mpicc --showme:version 2>/dev/null),1,0))
+MPI       := $(or $(MPI),$(if $(shell $(LIMIT) mpicc --showme:version 2>/dev/null),1,0))
 ifeq ($(MPI),0)
 RANKS = parallel/ranks_one
 else
 RANKS = parallel/ranks_mpi
 # Without MPI's C++ interface, which host code in the CUDA build would get.
-MPI_FLAGS := $(filter -I% -D%,$(shell mpicc --showme:compile)) -DOMPI_SKIP_MPICXX
-MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
+MPI_FLAGS := $(filter -I% -D%,$(shell $(LIMIT) mpicc --showme:compile)) -DOMPI_SKIP_MPICXX
+MPI_LIBS  := $(filter-out -pthread,$(shell $(LIMIT) mpicc --showme:link))
 endif
 
 # --- Compilers ---
 JOBS     := $(shell nproc 2>/dev/null || echo 1)
+# CPPFLAGS, CFLAGS and NVCCFLAGS may be given on the command line. OWN: flags of one object.
+CPPFLAGS  =
+OWN       =
+CFLAGS    = -O3 -g -march=native
 # _GNU_SOURCE: nvcc defines it too.
-CPPFLAGS  = -I. -D_GNU_SOURCE -MMD -MP -fPIC $(filter -I%,$(CBLAS_LIB) $(ONIG_LIBS) $(ZLIB))
+INCLUDES  = -I. -D_GNU_SOURCE -MMD -MP -fPIC $(filter -I%,$(CBLAS_LIB) $(ONIG_LIBS) $(ZLIB))
 # -fno-math-errno and -fno-trapping-math let loops with exp and comparisons vectorize; neither changes a result.
-CFLAGS    = -std=gnu11 -O3 -g -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-unused-parameter $(if $(WERROR),-Werror)
+FLAGS     = -std=gnu11 -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-unused-parameter $(if $(WERROR),-Werror) $(SANITIZER) $(CFLAGS)
+SUFFIX    =
+SANITIZER =
 ifdef SANITIZE
 SUFFIX    = -sanitize
-CFLAGS   += -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 endif
 LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) $(ONIG_LIBS) $(ZLIB) -lm -lpthread
 
-ALL_GPUS  := $(if $(HAVE_NVCC),$(shell nvidia-smi --query-gpu=index --format=csv$(COMMA)noheader 2>/dev/null | grep '^[0-9]'))
+# $(1): what nvidia-smi is asked, once, where a goal needs it. Only numbers count, as old drivers answer with [N/A] or an error.
+smi = $(shell { $(LIMIT) nvidia-smi --query-gpu=$(1) --format=csv$(COMMA)noheader 2>/dev/null; \
+              [ $$? != 124 ] || echo "make: nvidia-smi does not answer: this machine's GPUs are not known" >&2; } | grep -xE '[0-9]+(\.[0-9]+)?')
+ALL_GPUS  = $(eval ALL_GPUS := $(if $(HAVE_NVCC),$(call smi,index)))$(ALL_GPUS)
 # The GPUs that CUDA shows; an empty CUDA_VISIBLE_DEVICES, or -1, hides all.
-HAVE_GPU  := $(if $(filter undefined,$(origin CUDA_VISIBLE_DEVICES)),$(ALL_GPUS),$(if $(ALL_GPUS),$(filter-out -1,$(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES)))))
-GPUS      := $(words $(HAVE_GPU))
+HAVE_GPU  = $(if $(filter undefined,$(origin CUDA_VISIBLE_DEVICES)),$(ALL_GPUS),$(if $(ALL_GPUS),$(filter-out -1,$(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES)))))
+GPUS      = $(words $(HAVE_GPU))
 # GPUs: A100; RTX 30 and A40; RTX 40 and L40; H100; B200; RTX 50. PTX, which drivers compile, for later ones.
 ALL_ARCHS = 80 86 89 90 100 120
 ifndef ARCHS
-ARCHS := $(or $(if $(HAVE_GPU),$(shell nvidia-smi --query-gpu=compute_cap --format=csv$(COMMA)noheader | tr -d . | sort -u)),all)
+ARCHS = $(eval ARCHS := $(or $(if $(HAVE_GPU),$(sort $(subst .,,$(call smi,compute_cap)))),all))$(ARCHS)
 endif
 gpu_code  = $(foreach arch,$(patsubst 90,90a,$(1)),-gencode=arch=compute_$(arch)$(COMMA)code=sm_$(arch))
 GPU_CODE  = $(if $(filter all,$(ARCHS)),$(call gpu_code,$(ALL_ARCHS)) -gencode=arch=compute_100$(COMMA)code=compute_100,$(call gpu_code,$(ARCHS)))
 # Fields left out of an initialiser are zero and enums are numbers, as in C.
 HOST_WARNINGS = -Wall -Wextra -Wno-unused-parameter -Wno-unknown-pragmas -Wno-missing-field-initializers -Wno-deprecated-enum-enum-conversion \
                 -Wno-deprecated-enum-float-conversion
-NVCCFLAGS = -std=c++20 -O3 -lineinfo $(GPU_CODE) -I. -MMD -MP $(filter -I%,$(NCCL) $(CUBLAS) $(ONIG_LIBS) $(ZLIB)) \
-            $(HOST_WARNINGS:%=-Xcompiler %) -Xcompiler -fopenmp,-Wno-unused-function $(if $(WERROR),-Werror all-warnings)
+NVCCFLAGS = -O3 -lineinfo
+CUDAFLAGS = -std=c++20 $(GPU_CODE) -I. -MMD -MP $(filter -I%,$(NCCL) $(CUBLAS) $(ONIG_LIBS) $(ZLIB)) \
+            $(HOST_WARNINGS:%=-Xcompiler %) -Xcompiler -fopenmp,-Wno-unused-function $(if $(WERROR),-Werror all-warnings) $(NVCCFLAGS)
 CUDALIBS  = $(patsubst -Wl$(COMMA)%,-Xlinker %,$(NCCL) $(CUBLAS) $(MPI_LIBS) $(ONIG_LIBS) $(ZLIB)) -lgomp -lpthread -ldl
 
 # --- Targets ---
@@ -128,7 +140,7 @@ stamp = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 build/%/libraries: FORCE
 	$(call stamp,$(RANKS) $(SPLIT))
 # For device/version.o alone, never the name of a tag. A source tree without git has none.
-COMMIT = $(or $(if $(wildcard .git),$(shell git describe --always --dirty --exclude='*' 2>/dev/null)),unknown)
+COMMIT = $(or $(if $(wildcard .git),$(shell $(LIMIT) git describe --always --dirty --exclude='*' 2>/dev/null)),unknown)
 build/%/commit: FORCE
 	$(call stamp,$(COMMIT))
 $(CUDA)/archs: FORCE
@@ -140,16 +152,16 @@ run = @mkdir -p $(@D); echo "  $(1) $@"; $(2)
 # $(1): build folder, $(2): extra flags
 define build
 $(1)/%.o: %.c Makefile
-	$$(call run,CC   ,$$(CC) $$(CPPFLAGS) $$(CFLAGS) $(2) -c $$< -o $$@)
+	$$(call run,CC   ,$$(CC) $$(INCLUDES) $$(FLAGS) $$(OWN) $(2) $$(CPPFLAGS) -c $$< -o $$@)
 $(1)/train_moe.o: train_moe.cu Makefile
-	$$(call run,CC   ,$$(CC) $$(CPPFLAGS) $$(CFLAGS) $(2) -x c -c $$< -o $$@)
+	$$(call run,CC   ,$$(CC) $$(INCLUDES) $$(FLAGS) $(2) $$(CPPFLAGS) -x c -c $$< -o $$@)
 # The same seed gives the same weights on every machine: no fused multiply-adds there.
-$(1)/device/random.o: CFLAGS += -ffp-contract=off
-$(1)/parallel/ranks_mpi.o: CFLAGS += $(MPI_FLAGS)
-$(1)/device/version.o: CPPFLAGS += -DCOMMIT='"$$(COMMIT)"'
+$(1)/device/random.o: OWN = -ffp-contract=off
+$(1)/parallel/ranks_mpi.o: OWN = $(MPI_FLAGS)
+$(1)/device/version.o: OWN = -DCOMMIT='"$$(COMMIT)"'
 $(1)/device/version.o: $(1)/commit
 $(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe device/version $(HOST) $(OPS)) libraries)
-	$$(call run,LINK ,$$(CC) $$(CFLAGS) $$(filter %.o,$$^) -o $$@ $$(LDLIBS))
+	$$(call run,LINK ,$$(CC) $$(FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDLIBS))
 -include $(addprefix $(1)/,$(addsuffix .d,train_moe device/version $(HOST) $(OPS)))
 endef
 $(eval $(call build,$(CPU),))
@@ -160,13 +172,13 @@ HOPPER = $(addprefix $(CUDA)/,$(addsuffix .o,grouped/grouped_gemm mx/grouped_gem
 $(HOPPER): private GPU_CODE = $(call gpu_code,90)
 CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,device/version $(HOST) $(TESTS_EITHER) $(TESTS_CUDA_RANKS)))
 $(CUDA)/%.o: %.cu Makefile $(CUDA)/archs
-	$(call run,NVCC ,$(NVCC) $(NVCCFLAGS) -c $< -o $@)
-$(CUDA)/device/random.o: NVCCFLAGS += -Xcompiler -ffp-contract=off
-$(CUDA)/parallel/ranks_mpi.o: NVCCFLAGS += $(MPI_FLAGS)
-$(CUDA)/device/version.o: NVCCFLAGS += -DCOMMIT='"$(COMMIT)"'
+	$(call run,NVCC ,$(NVCC) $(CUDAFLAGS) $(OWN) -c $< -o $@)
+$(CUDA)/device/random.o: OWN = -Xcompiler -ffp-contract=off
+$(CUDA)/parallel/ranks_mpi.o: OWN = $(MPI_FLAGS)
+$(CUDA)/device/version.o: OWN = -DCOMMIT='"$(COMMIT)"'
 $(CUDA)/device/version.o: $(CUDA)/commit
 CUDA_OBJECTS = $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(KERNELS)) libraries)
-link_cuda = $(call run,LINK ,$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS))
+link_cuda = $(call run,LINK ,$(NVCC) $(CUDAFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS))
 $(CUDA)/train_moe: $(CUDA)/train_moe.o $(CUDA)/device/version.o $(CUDA_OBJECTS)
 	$(link_cuda)
 -include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe device/version $(HOST) $(KERNELS)))
@@ -177,4 +189,4 @@ include tests/tests.mk bench/bench.mk
 # After the tests' lists: host code, which is compiled for one GPU, as it has no kernels.
 $(CUDA_HOST) $(CUDA)/train_moe.o: private GPU_CODE = $(call gpu_code,80)
 $(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
-	$(call run,NVCC ,$(NVCC) $(NVCCFLAGS) -x cu -c $< -o $@)
+	$(call run,NVCC ,$(NVCC) $(CUDAFLAGS) $(OWN) -x cu -c $< -o $@)

@@ -1,6 +1,7 @@
 # The benchmarks. Yardsticks that need PyTorch are left out where it is not installed.
 BENCH_CUDA = peaks attention grouped_gemm memory casts grouped_gemm_mx learn muon moe_layer
-bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
+bench: all
+	@$(if $(HAVE_GPU),$(MAKE) --no-print-directory $(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(PYTHON) bench/run.py $(CPU)/train_moe
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)
 	@$(if $(HAVE_GPU),for name in attention grouped_gemm muon moe_layer; do $(PYTHON) bench/$${name}_torch.py || true; done)

@@ -15,7 +15,7 @@ failed() {
     exit 1
 }
 
-gpus=$(nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv,noheader,nounits 2>/dev/null) || gpus=""
+gpus=$(timeout 10 nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv,noheader,nounits 2>/dev/null) || gpus=""
 if [ -n "$gpus" ]; then build=cuda bench=build/cuda/bench; else build=cpu bench=""; fi
 program=build/$build/train_moe
 say "builds $program; this takes minutes"

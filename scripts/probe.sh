@@ -19,10 +19,11 @@ library() {
     fi
 }
 
-gpu=$(nvidia-smi --query-gpu=name,compute_cap,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+limit=$(command -v timeout) && limit="$limit 10"
+gpu=$($limit nvidia-smi --query-gpu=name,compute_cap,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
 found "GPU" "${gpu:-none}"
 if [ -n "$HAVE_NVCC" ]; then
-    found nvcc "$("$HAVE_NVCC" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p'), $HAVE_NVCC"
+    found nvcc "$($limit "$HAVE_NVCC" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p'), $HAVE_NVCC"
     library cuBLAS "$CUBLAS" "the CUDA build cannot be linked" "libcublas-dev-13-0 (NVIDIA's repository)" libcublas-dev cuda
     library NCCL "$NCCL" "the CUDA build cannot be linked" "libnccl-dev (NVIDIA's repository)" nccl nccl
 else
@@ -32,7 +33,7 @@ fi
 if [ "${MPI:-1}" = 0 ]; then
     missing "Open MPI" "programs run as one rank" "libopenmpi-dev openmpi-bin" openmpi openmpi
 else
-    found "Open MPI" "$(mpirun --version 2>/dev/null | sed -n '1s/.* //p'), $(command -v mpicc)"
+    found "Open MPI" "$($limit mpirun --version 2>/dev/null | sed -n '1s/.* //p'), $(command -v mpicc)"
 fi
 if [ "${ONIG:-1}" = 0 ]; then
     missing Oniguruma "prompts are not encoded by a tokenizer.json" libonig-dev oniguruma oniguruma

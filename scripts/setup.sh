@@ -24,7 +24,8 @@ without() {
 
 [ -z "$missing$wanted" ] && exit 0
 
-apt="apt-get -o Acquire::Retries=1 -o Acquire::http::Timeout=20"
+# Another apt may be at work, such as the upgrades of a machine that has just started: minutes.
+apt="env LC_ALL=C apt-get -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o DPkg::Lock::Timeout=600"
 install="install -y --no-install-recommends"
 if ! command -v apt-get >/dev/null 2>&1; then
     [ -z "$missing" ] && without "this is no Debian or Ubuntu: install it with this system's package manager"
@@ -46,10 +47,15 @@ else
 fi
 echo "setup: installing$missing$wanted"
 export DEBIAN_FRONTEND=noninteractive
-$as_root $apt update -qq || [ -z "$missing" ] || {
-    echo "setup: this failed: apt-get update" >&2
+# DPkg::Lock::Timeout is not for the lock of the lists.
+tries=60
+until said=$($as_root $apt update -qq 2>&1); do
+    case $said in *"Could not get lock"*) tries=$((tries - 1)) ;; *) tries=0 ;; esac
+    [ $tries -gt 0 ] && sleep 10 && continue
+    [ -z "$missing" ] && break
+    printf '%s\n' "$said" "setup: this failed: apt-get update" >&2
     exit 1
-}
+done
 [ -z "$missing" ] || $as_root $apt $install $missing >/dev/null || {
     echo "setup: this failed: apt-get $install$missing" >&2
     exit 1

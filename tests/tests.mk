@@ -15,14 +15,14 @@ TEST_ALONE       = tests/ops/test_cuda_late_blocks
 # Slow tests that rarely fail are in test-all: Python files with SLOW, and long tests of the double build. On a machine
 # with a GPU, make test runs all.
 TESTS_SLOW_F64   = tests/mx/test_mx_check tests/mx/test_linear tests/mx/test_mx_block
-TESTS_NOW_F64    = $(if $(HAVE_GPU),$(TESTS_F64),$(filter-out $(TESTS_SLOW_F64),$(TESTS_F64)))
+TESTS_FAST_F64   = $(filter-out $(TESTS_SLOW_F64),$(TESTS_F64))
 
 run_tests = MPI=$(MPI) $(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe)
 test:
 	@sh scripts/setup.sh
 	@$(MAKE) --no-print-directory probe
-	@$(MAKE) --no-print-directory -j$(JOBS) test-build $(if $(HAVE_GPU),cuda-test-build)
-	@$(run_tests) --list-skipped build/skipped $(if $(HAVE_GPU),,--part fast) $(TESTS:%=$(CPU)/%) $(TESTS_NOW_F64:%=$(DOUBLE)/%) \
+	@$(MAKE) --no-print-directory -j$(JOBS) test-build $(if $(HAVE_GPU),cuda-test-build $(TESTS_SLOW_F64:%=$(DOUBLE)/%))
+	@$(run_tests) $(if $(HAVE_GPU),,--part fast) $(TESTS:%=$(CPU)/%) $(if $(HAVE_GPU),$(TESTS_F64:%=$(DOUBLE)/%),$(TESTS_FAST_F64:%=$(DOUBLE)/%)) \
 	    $(foreach t,$(TESTS_CUDA),$(if $(HAVE_GPU),$(if $(filter $t,$(TEST_ALONE)),--alone),--skip) $(CUDA)/$t) \
 	    $(TESTS_RANKS:%=--ranks 4 $(CPU)/%) $(TESTS_RANKS_F64:%=--ranks 4 $(DOUBLE)/%) \
 	    $(TESTS_CUDA_RANKS:%=$(if $(HAVE_GPU),--ranks $(GPUS),--skip) $(CUDA)/%)
@@ -36,7 +36,7 @@ test-slow:
 test-skipped:
 	@if [ -s build/skipped ]; then $(run_tests) $$(cat build/skipped); else echo "make test skipped no Python test"; fi
 test-build: $(CPU)/train_moe $(CPU)/tests/model/libtorture.so $(CPU)/tests/data/encode $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) \
-            $(addprefix $(DOUBLE)/,$(TESTS_NOW_F64) $(TESTS_RANKS_F64))
+            $(addprefix $(DOUBLE)/,$(TESTS_FAST_F64) $(TESTS_RANKS_F64))
 cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
 
 # tests/fuzz.c replaces these functions of the program.
@@ -45,13 +45,13 @@ FUZZ_WRAP = $(patsubst %,-Wl$(COMMA)--wrap=%,die warn calloc free)
 # $(1): build folder
 define build_tests
 $(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)) libraries)
-	$$(call run,LINK ,$$(CC) $$(CFLAGS) $$(filter %.o,$$^) -o $$@ $$(LDLIBS) $$(WRAP))
+	$$(call run,LINK ,$$(CC) $$(FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDLIBS) $$(WRAP))
 $(1)/tests/fuzz: WRAP = $(FUZZ_WRAP)
 $(1)/tests/model/libtorture.so: tests/model/torture_preload.c Makefile
 	$$(call run,LINK ,$$(CC) -std=gnu11 -O2 -g -fPIC -Wall -Wextra $$(if $$(WERROR),-Werror) -shared $$< -o $$@ -ldl)
 # The reference alone, for the CUDA tests: its functions have the names that the kernels have.
 $(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check device/random layers/rope_table $(filter-out parallel/comm,$(OPS))))
-	$$(call run,LINK ,$$(CC) $$(CFLAGS) -shared -Wl$$(COMMA)-Bsymbolic $$^ -o $$@ $$(LDLIBS))
+	$$(call run,LINK ,$$(CC) $$(FLAGS) -shared -Wl$$(COMMA)-Bsymbolic $$^ -o $$@ $$(LDLIBS))
 -include $(addprefix $(1)/,$(addsuffix .d,$(TESTS) $(TESTS_RANKS)))
 endef
 $(eval $(call build_tests,$(CPU)))
@@ -65,7 +65,7 @@ $(CUDA)/tests/ops/test_cuda_learn: $(LEARN:%=$(CUDA)/%.o)
 # Host code is C11 for gcc and C++20 for nvcc: it must stay in the common subset.
 check-host:
 	@for file in $(HOST:=.c) device/version.c train_moe.cu; do \
-	    g++ -x c++ -std=c++20 $(HOST_WARNINGS) -Werror $(filter -I%,$(CPPFLAGS)) $(MPI_FLAGS) -DCOMMIT='""' -fsyntax-only $$file || exit 1; \
+	    g++ -x c++ -std=c++20 $(HOST_WARNINGS) -Werror $(filter -I%,$(INCLUDES)) $(MPI_FLAGS) -DCOMMIT='""' -fsyntax-only $$file || exit 1; \
 	done
 
 # SECONDS of random inputs for each reader of files and options. Needs clang and its libFuzzer (libclang-rt-14-dev).
@@ -77,7 +77,7 @@ fuzz: build/fuzz/fuzz
 	        -timeout=20 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/$$target- build/fuzz/$$target || exit 1; \
 	done
 build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst split_onig,split_none,$(subst ranks_mpi,ranks_one,$(HOST))) $(OPS)) $(wildcard */*.h) Makefile
-	$(call run,CC   ,$(FUZZ_CC) -D_GNU_SOURCE -DLIBFUZZER $(filter -I%,$(CPPFLAGS)) -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) $(ZLIB) -lgomp -lm $(FUZZ_WRAP))
+	$(call run,CC   ,$(FUZZ_CC) -D_GNU_SOURCE -DLIBFUZZER $(filter -I%,$(INCLUDES)) -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) $(ZLIB) -lgomp -lm $(FUZZ_WRAP))
 
 # Random KILLS, failing calls (FAILS) and DAMAGES of short runs, from SEED.
 KILLS = 2000

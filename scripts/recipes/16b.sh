@@ -3,7 +3,7 @@
 # usage: scripts/recipes/16b.sh [train_moe options]     --train, --val and --tokenizer replace FineWeb-Edu
 # Learning rate and batch are not yet chosen by a sweep; speed and memory: bench/h200.md.
 set -eu
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+gpus=$(timeout 10 nvidia-smi --list-gpus 2>/dev/null | wc -l)
 case "$gpus $* " in
 "4 "* | "8 "*) launch="mpirun -np $gpus" ;;
 *" --help "* | *" -h "* | *" --version "* | *" --dry-run "*) gpus=4 launch='' ; set -- --ranks 4 "$@" ;;

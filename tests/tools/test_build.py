@@ -61,9 +61,82 @@ class Build(unittest.TestCase):
                 environment = {name: value for name, value in self.environment().items() if name != "CUDA_VISIBLE_DEVICES"}
                 if visible is not None:
                     environment["CUDA_VISIBLE_DEVICES"] = visible
-                done = subprocess.run(["make", "-pn", "help", "MPI=0", "ARCHS=80"], cwd=self.dir, env=environment, timeout=60, capture_output=True,
-                                      encoding="utf-8")
-                self.assertEqual(re.findall(r"(?m)^GPUS := (\d+)$", done.stdout), [str(count)], f"{said}: {visible}")
+                done = subprocess.run(["make", "--eval", "show: ; @echo $(GPUS)", "show", "MPI=0", "ARCHS=80"], cwd=self.dir, env=environment,
+                                      timeout=60, capture_output=True, encoding="utf-8")
+                self.assertEqual(done.stdout, f"{count}\n", f"{said}: {visible}")
+
+    def program(self, name, text):
+        (self.dir / "bin" / name).write_text("#!/bin/sh\n" + text, "utf-8")
+        (self.dir / "bin" / name).chmod(0o755)
+
+    def test_programs_that_hang(self):
+        """Only goals that need the GPUs ask nvidia-smi. One that hangs is left after its limit, with a line."""
+        self.program("nvidia-smi", "echo asked >>asked\nsleep 1000\n")
+        self.program("timeout", "shift\nexec %s 0.5 \"$@\"\n" % shutil.which("timeout"))
+        run = lambda *goals: subprocess.run(["make", "MPI=0", *goals], cwd=self.dir, env=self.environment(), timeout=60,
+                                            capture_output=True, encoding="utf-8")
+        for goals in (["help"], ["cpu", "-n"], ["clean"], ["test-build", "-n"], ["cuda", "-n", "ARCHS=80"]):
+            self.assertEqual((run(*goals).returncode, run(*goals).stderr), (0, ""), goals)
+            self.assertFalse((self.dir / "asked").exists(), goals)
+        done = run("cuda", "-n")
+        self.assertEqual((done.returncode, done.stderr), (0, "make: nvidia-smi does not answer: this machine's GPUs are not known\n"))
+        self.assertIn("code=compute_100", done.stdout)  # code for all GPUs
+        self.assertEqual((self.dir / "asked").read_text("utf-8"), "asked\n")
+        for name in ("mpicc", "mpirun", "git", "python"):
+            self.program(name, "sleep 1000\n")
+        (self.dir / ".git").mkdir()
+        done = subprocess.run(["make", "cpu", "-n", "PYTHON=python"], cwd=self.dir, env=self.environment(), timeout=60, capture_output=True, encoding="utf-8")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertIn("parallel/ranks_one.c", done.stdout)
+        done = subprocess.run(["sh", ROOT / "scripts/probe.sh"], cwd=self.dir, env=self.environment(), timeout=60, capture_output=True, encoding="utf-8")
+        self.assertRegex(done.stdout, r"(?m)^GPU +none$")
+
+    def test_what_drivers_answer(self):
+        """The code is for this machine's GPUs, each once. What is no number is not taken for one: then for all GPUs."""
+        for said, arches in (("9.0\n9.0\n12.0", ["90a", "120"]), ("[N/A]", None), ("[Not Supported]", None),
+                             ('Field "compute_cap" is not a valid field to query.', None)):
+            self.program("nvidia-smi", f"case $1 in *index*) echo 0 ;; *) echo '{said}' ;; esac\n")
+            done = subprocess.run(["make", "--eval", "show: ; @echo '$(GPU_CODE)'", "show", "MPI=0"], cwd=self.dir, env=self.environment(),
+                                  timeout=60, capture_output=True, encoding="utf-8")
+            self.assertEqual(done.stderr, "")
+            self.assertEqual(sorted(re.findall(r"code=sm_(\w+)", done.stdout)), sorted(arches or ["80", "86", "89", "90a", "100", "120"]), said)
+
+    def test_flags_of_the_command_line(self):
+        """Flags given to make join those without which an object does not compile, or has other bits."""
+        for cuda, given in ((False, "CFLAGS=-O1"), (False, "CPPFLAGS=-DX"), (True, "NVCCFLAGS=-O1")):
+            folder = "build/cuda" if cuda else "build/cpu"
+            objects = [f"{folder}/{name}.o" for name in ("parallel/ranks_mpi", "device/random", "device/version")]
+            done = subprocess.run(["make", "-n", "MPI=1", "ARCHS=80", "MPI_FLAGS=-Impi", "MPI_LIBS=", given, *objects], cwd=self.dir,
+                                  env=self.environment(), timeout=60, capture_output=True, encoding="utf-8")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            lines = [next(line for line in done.stdout.splitlines() if f"-o {name}" in line) for name in objects]
+            for line, own in zip(lines, ("-Impi", "-ffp-contract=off", "-DCOMMIT=")):
+                for flag in (own, "-I.", "-fopenmp", "-std=", given.partition("=")[2]):
+                    self.assertIn(flag, line)
+        for given in ("SANITIZE=1 CFLAGS=-O1".split(), ["SANITIZE=1"]):
+            done = subprocess.run(["make", "-n", "MPI=0", *given, "build/cpu-sanitize/train_moe"], cwd=self.dir, env=self.environment(),
+                                  timeout=60, capture_output=True, encoding="utf-8")
+            self.assertTrue(all("-fsanitize=address" in line for line in done.stdout.splitlines() if " -o " in line))
+
+    def test_setup_waits_for_another_apt(self):
+        """While another apt has the lock of the lists, setup.sh tries again; apt waits for the other locks itself."""
+        self.program("id", "echo 0\n")
+        self.program("sleep", "echo slept $1 >>said\n")
+        apt = """echo "$*" >>said
+case $* in *update*) [ -e second ] || { touch second; echo E: $WHY >&2; exit 100; }; esac
+"""
+        for why, code, slept in (("Could not get lock /var/lib/apt/lists/lock. It is held by process 7 (apt)", 0, 1), ("no network", 1, 0)):
+            self.program("apt-get", apt)
+            for name in ("said", "second"):
+                (self.dir / name).unlink(missing_ok=True)
+            done = subprocess.run(["sh", ROOT / "scripts/setup.sh"], cwd=self.dir, timeout=60, capture_output=True, encoding="utf-8",
+                                  env=self.environment() | {"CC": "no-compiler", "MPI": "0", "ONIG": "0", "WHY": why})
+            self.assertEqual(done.returncode, code, done.stderr)
+            said = (self.dir / "said").read_text("utf-8")
+            self.assertEqual((said.count("slept 10"), said.count(" update "), said.count(" install ")), (slept, 1 + slept, slept))
+            self.assertEqual(said.count("DPkg::Lock::Timeout=600"), said.count("Acquire::Retries"), said)
+            if code:
+                self.assertEqual(done.stderr, f"E: {why}\nsetup: this failed: apt-get update\n")
 
     def tree(self, prefix, name, below="", end=""):
         """A folder with a header and a library `name`."""
