@@ -5,6 +5,8 @@ set -eu
 mkdir -p build
 "${PYTHON:-python3}" scripts/prepare_text.py data/repository.txt.xz --split-on '<|endoftext|>' --out runs/corpus --name repository \
     --val-fraction 0.1 --overwrite
+# Threads that wait sleep: spinning ones would keep out those that they wait for, where other programs are at work.
+export OMP_WAIT_POLICY=passive
 set -x
 "${CC:-cc}" -O3 -march=native -fopenmp learn/train_moe.c -o build/sheet -lm
 build/sheet runs/corpus/repository_train_000000.bin runs/corpus/repository_val_000000.bin

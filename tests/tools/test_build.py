@@ -76,7 +76,8 @@ class Build(unittest.TestCase):
         run = lambda *goals: subprocess.run(["make", "MPI=0", *goals], cwd=self.dir, env=self.environment(), timeout=60,
                                             capture_output=True, encoding="utf-8")
         for goals in (["help"], ["cpu", "-n"], ["clean"], ["test-build", "-n"], ["cuda", "-n", "ARCHS=80"]):
-            self.assertEqual((run(*goals).returncode, run(*goals).stderr), (0, ""), goals)
+            done = run(*goals)
+            self.assertEqual((done.returncode, done.stderr), (0, ""), goals)
             self.assertFalse((self.dir / "asked").exists(), goals)
         done = run("cuda", "-n")
         self.assertEqual((done.returncode, done.stderr), (0, "make: nvidia-smi does not answer: this machine's GPUs are not known\n"))

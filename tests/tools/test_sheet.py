@@ -177,5 +177,24 @@ class Sheet(unittest.TestCase):
             self.assertLessEqual(largest[0], GRADIENT, largest[1])
 
 
+class Script(unittest.TestCase):
+    def test_waiting_threads_sleep(self):
+        """make sheet and the page's function start it so that threads which wait leave the cores to other programs."""
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            (folder / "build").mkdir()
+            (folder / "scripts").mkdir()
+            (folder / "scripts/prepare_text.py").write_text("")
+            (folder / "cc").write_text("#!/bin/sh\nprintf '#!/bin/sh\\necho policy $OMP_WAIT_POLICY\\n' >build/sheet; chmod +x build/sheet\n")
+            (folder / "cc").chmod(0o755)
+            page = re.search(r"^sheet\(\) \{\n.*?^\}\n", (ROOT / "docs/exercises.md").read_text(), re.M | re.S)[0]
+            (folder / "runs").mkdir()
+            for script in ((ROOT / "scripts/sheet.sh").read_text(), page + "sheet x; cat runs/sheet-x.txt"):
+                environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+                done = subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, text=True,
+                                      env={**environment, "CC": "./cc", "PATH": f"{folder}:{environment['PATH']}"})
+                self.assertIn("policy passive\n", done.stdout, done.stderr)
+
+
 if __name__ == "__main__":
     unittest.main()
