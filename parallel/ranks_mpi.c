@@ -2,6 +2,7 @@
 // counts are int.
 #include <mpi.h>
 #include <omp.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -64,16 +65,27 @@ static void end_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
 static int launched(void) { return launch_count() > 0 || getenv("PMIX_RANK") || getenv("PMI_RANK"); }
 
 // The ranks of a host share its processors, unless each is bound to some already. With more threads than processors
-// they would wait for one another.
-static void share_processors(void) {
+// they would wait for one another. mpirun binds up to two ranks to a core each. Its own process, the parent of this
+// one, has all the processors that it was given.
+static void share_processors(bool by_mpirun) {
     int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / here, bound = omp_get_num_procs();
     int threads = share < bound ? share : bound;
     if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads(threads > 1 ? threads : 1);
+
+    cpu_set_t given;
+    if (!by_mpirun || sched_getaffinity(getppid(), sizeof(given), &given) != 0) return;
+    const int wanted = getenv("OMP_NUM_THREADS") ? omp_get_max_threads() : CPU_COUNT(&given) / here;
+    if (2 * bound <= wanted && 2 * bound <= CPU_COUNT(&given))
+        warn(
+            "mpirun has bound this rank to %d of %d processors, which %d rank%s could share: start it with mpirun "
+            "--bind-to none",
+            bound, CPU_COUNT(&given), here, here == 1 ? "" : "s");
 }
 
 Ranks* ranks_start(int* argc, char*** argv) {
     if (!launched()) return group_create(MPI_COMM_NULL);
     const int expected = launch_count(), task = launch_index();  // MPI_Init changes the environment
+    const bool by_mpirun = getenv("OMPI_COMM_WORLD_SIZE") != NULL;
     // MPI, usable from all threads.
     int threads;
     MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &threads));
@@ -106,7 +118,7 @@ Ranks* ranks_start(int* argc, char*** argv) {
     MPI_CHECK(MPI_Comm_rank(host_comm, &local));
     MPI_CHECK(MPI_Comm_size(host_comm, &here));
     MPI_CHECK(MPI_Comm_free(&host_comm));
-    share_processors();
+    share_processors(by_mpirun);
     return world;
 }
 

@@ -13,6 +13,7 @@ import unittest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import cli  # noqa: E402
+import run  # noqa: E402
 
 FOLDER = pathlib.Path(cli.PROGRAM).parent.name
 SET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS")
@@ -103,6 +104,22 @@ class Processors(cli.Case):
         count = len(os.sched_getaffinity(0))
         for variables in {}, {"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}:
             self.assertRegex(self.device(threads=None, variables=variables), rf"CPU, {count} threads?, ")
+
+    @unittest.skipUnless(run.mpirun(1) and len(os.sched_getaffinity(0)) > 1, "needs mpirun and two processors")
+    def test_ranks_that_are_bound(self):
+        """A rank that mpirun has bound to few of its processors says so, and how it gets them all."""
+        count = len(os.sched_getaffinity(0))
+        for bind, threads, bound in (("hwthread", None, True), ("hwthread", 2, True), ("hwthread", 1, False), ("none", None, False)):
+            command = run.mpirun(1)
+            at = command.index("OMP_NUM_THREADS=1")
+            command[at - 1:at + 1] = ["-x", f"OMP_NUM_THREADS={threads}"] if threads else []
+            command[command.index("none")] = bind
+            environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+            done = subprocess.run([*command, *map(str, cli.command(train=self.train_glob, steps=1))], cwd=self.dir, timeout=60,
+                                  stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(f"mpirun has bound this rank to 1 of {count} processors, which 1 rank could share: start it with "
+                             "mpirun --bind-to none" in done.stderr, bound, (bind, threads, done.stderr))
 
     @unittest.skipUnless(glob.glob("/lib64/ld-linux-*"), "needs glibc's loader")
     def test_started_by_the_loader(self):
