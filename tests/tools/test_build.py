@@ -261,11 +261,18 @@ esac
             self.assertRegex(text, rf"(?m)^16b[a-z, ]*: {said}$")
 
     def test_dockerfile(self):
-        """The image has every package of setup.sh, and the build does not run as root."""
+        """The image has every package of setup.sh and what scripts and pages call. Its build does not run as root, and any user may
+        use it."""
         packages = re.findall(r'(?:missing|wanted)="(?:\$\w+)? ([^"$]+)"', (ROOT / "scripts/setup.sh").read_text("utf-8"))
         names, lines = {name for group in packages for name in group.split()}, (ROOT / "Dockerfile").read_text("utf-8")
         self.assertLessEqual({"zlib1g-dev", "libopenblas-dev", "libonig-dev", "openmpi-bin"}, names)
         self.assertEqual(names - set(lines.split()), set())
+        texts = [path.read_text("utf-8") for folder in ("scripts", "docs") for path in sorted((ROOT / folder).glob("*.[sm][hd]"))]
+        for call, packages in ((r"\bcurl -", {"curl", "ca-certificates"}), (r"python3 -m venv", {"python3-venv"}),
+                               (r"\bpip install", {"python3-pip"}), (r"\bgit ", {"git"}), (r"\bmpirun ", {"openmpi-bin"})):
+            self.assertTrue(any(re.search(call, text) for text in texts), call)
+            self.assertEqual(packages - set(lines.split()), set())
+        self.assertRegex(lines, r'docker run .*--user "\$\(id -u\):\$\(id -g\)"')
         self.assertRegex(lines, r"(?s)^USER (?!root).*^RUN make".replace("^", "(?m:^)"))
 
     def environment(self):
