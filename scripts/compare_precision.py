@@ -347,7 +347,7 @@ def arguments():
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="compare_precision.py --out FOLDER [options] -- TRAIN_MOE_OPTIONS")
     program = ROOT / "build/cuda/train_moe"
-    if not program.exists() or b"GPU" not in subprocess.run("timeout 10 nvidia-smi -L 2>/dev/null", shell=True, stdout=subprocess.PIPE).stdout:
+    if not program.exists() or b"GPU" not in subprocess.run("timeout 10 nvidia-smi -L", shell=True, capture_output=True).stdout:
         program = ROOT / "build/cpu/train_moe"
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FOLDER", help="of the runs and the picture")
     parser.add_argument("--precisions", default=PRECISIONS, metavar="NAMES",
