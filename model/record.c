@@ -14,15 +14,6 @@
 #include "parallel/checkpoint.h"
 #include "parallel/slices.h"
 
-// The revision of the rounding to four bits, 0 for a run without.
-static int64_t fp4_rounding(const Settings* s) {
-    const int64_t parts[] = {s->expert_precision, s->wgrad_precision, s->linear_precision};
-    for (int i = 0; i < 3; i++)
-        if ((parts[i] >= FORMAT_NVFP4 && parts[i] <= FORMAT_MXFP4) || parts[i] == FORMAT_MXFP4_WEIGHTS)
-            return FP4_ROUNDING;
-    return 0;
-}
-
 char* record_json(const Settings* s) {
     char* json = host_strdup("{");
     for (int i = 0; i < settings_count; i++) {
@@ -33,8 +24,8 @@ char* record_json(const Settings* s) {
         free(quoted);
         free(text);
     }
-    host_append(&json, ", \"warmup-steps\": %.17g, \"updates-before\": %ld, \"fp4-rounding\": %ld}", s->warmup_steps,
-                s->updates_before, fp4_rounding(s));
+    host_append(&json, ", \"warmup-steps\": %.17g, \"updates-before\": %ld, \"fp4-rounding\": %d}", s->warmup_steps,
+                s->updates_before, FP4_ROUNDING);
     return json;
 }
 
@@ -182,10 +173,16 @@ void record_check(const Json* record, bool stage, const Settings* s) {
     free(list);
     settings_free(&was);
 
-    const int64_t rounding = fp4_rounding(s), then = json_int(record, "fp4-rounding", 0);
-    if (!stage && then != rounding)
-        die(EXIT_USAGE,
-            "the run in %s was made with revision %ld of the rounding to four bits, and this version of train_moe has "
-            "revision %ld: go on with the version that made it, or begin a new stage with --init and --init-moments",
-            s->out, then, rounding);
+    // The two revisions of the rounding to four bits, where the run has it.
+    const int64_t then = json_int(record, "fp4-rounding", 1);
+    const int64_t formats[] = {s->expert_precision, s->wgrad_precision, s->linear_precision};
+    for (int i = 0; i < 3 && !stage && then != FP4_ROUNDING; i++) {
+        const Format* f = format_of_id(formats[i], s->scale_rule);
+        if (f && !f->pack)
+            die(EXIT_USAGE,
+                "the run in %s was made with revision %ld of the rounding to four bits, and this version of train_moe "
+                "has revision %d: go on with the version that made it, or begin a new stage with --init and "
+                "--init-moments",
+                s->out, then, FP4_ROUNDING);
+    }
 }

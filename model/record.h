@@ -7,8 +7,7 @@
 // A new stage, --out NEW --init FOLDER --init-moments, begins with the record of FOLDER in the same way.
 //
 // The record of an older program lacks newer options: they were at their defaults. One that lacks --balance had a
-// selection bias with --bias-rate as --balance deepseek has, or with rate 0 none. One of a run in four bits that lacks
-// "fp4-rounding" had another rounding.
+// selection bias with --bias-rate as --balance deepseek has, or with rate 0 none.
 #pragma once
 
 #include "model/settings.h"
@@ -18,7 +17,7 @@
 //
 //   warmup-steps     the steps of the warm-up
 //   updates-before   the updates of the stages before (--init-moments)
-//   fp4-rounding     the revision of the rounding to four bits; 0: a run without
+//   fp4-rounding     the revision of the rounding to four bits (mx/fp4.h); 1 in a record without it
 char* record_json(const Settings* settings);
 // The log's first line: the same, and "flops-per-token" (the numerator of MFU), "build", "host" (this one) and
 // "device". In fresh memory.

@@ -317,16 +317,17 @@ class Run(unittest.TestCase):
     def test_what_was_skipped_is_listed(self):
         """So that it runs again once the packages are there; a slow file is not in `make test`, and a C test has none."""
         with tempfile.TemporaryDirectory(prefix="test_build_") as folder:
-            shutil.copy(ROOT / "tests/run.py", folder)
-            folder = pathlib.Path(folder)
-            for name, skipped in (("a", 0), ("b", 1)):
-                (folder / f"test_{name}.py").write_text(f"print('2 passed, 0 failed, {skipped} skipped')\n", "utf-8")
-            (folder / "test_slow.py").write_text("SLOW = True\nprint('0 passed, 0 failed, 1 skipped')\n", "utf-8")
-            (folder / "test_c").write_text("#!/bin/sh\necho 0 passed, 0 failed, 1 skipped\n", "utf-8")
-            (folder / "test_c").chmod(0o755)
-            subprocess.run([sys.executable, folder / "run.py", "--part", "fast", "--list-skipped", folder / "list", folder / "test_c"],
+            tests = pathlib.Path(folder, "tests")
+            tests.mkdir()
+            shutil.copy(ROOT / "tests/run.py", tests)
+            tests.with_name("scripts").symlink_to(ROOT / "scripts")
+            for name, begins, skipped in (("a", "", 0), ("b", "", 1), ("slow", "SLOW = True\n", 1)):
+                (tests / f"test_{name}.py").write_text(f"{begins}print('2 passed, 0 failed, {skipped} skipped')\n", "utf-8")
+            (tests / "test_c").write_text("#!/bin/sh\necho 0 passed, 0 failed, 1 skipped\n", "utf-8")
+            (tests / "test_c").chmod(0o755)
+            subprocess.run([sys.executable, tests / "run.py", "--part", "fast", "--list-skipped", tests / "list", tests / "test_c"],
                            check=True, capture_output=True)
-            self.assertEqual((folder / "list").read_text("utf-8"), f"{folder}/test_b.py\n")
+            self.assertEqual((tests / "list").read_text("utf-8"), f"{tests}/test_b.py\n")
 
 
 class Profile(unittest.TestCase):
