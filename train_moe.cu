@@ -53,6 +53,7 @@ typedef struct Run {
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
+    DataHash data;       // of train and tokenizer
     double val_bytes;    // of a token of val; 0: not known
     Choices* questions;  // question_files of them
     int question_files;
@@ -193,7 +194,7 @@ static void save(Run* r, int64_t step, int at_the_end) {
     if (good == r->saved || (good != step && !at_the_end)) return;
     if (r->log) folder_check(&r->folder);
     if (r->log) runlog_sync(r->log);
-    model_save(r->model, r->saver, good, shards_hash(r->train), &r->last);
+    model_save(r->model, r->saver, good, r->data, &r->last);
     r->saved = good;
 }
 
@@ -308,14 +309,13 @@ static void open_data(Run* r) {
     r->train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r->world, "--train", shards_sample(r->train));
     r->tokenizer = sample_tokenizer(s, r->train);
-    const Mixture* mixture = shards_mixture(r->train);
-    for (int k = 1; k < mixture->count; k++)
-        evaluate_tokenizer("--train", shards_tokenizer(mixture->sets[k].pattern, "_train_").text, s, r->tokenizer);
+    r->data.shards = shards_hash(r->train);
+    r->data.tokenizer = *s->tokenizer ? tokenizer_hash(r->tokenizer) : 0;  // without a file bytes are a guess
+    evaluate_tokenizer(r->world, s, r->tokenizer);
+    evaluate_tokenizers("train", r->train, s, r->tokenizer);
     r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
     sample_check(s, r->tokenizer);
     r->val = evaluate_shards(r->world, s, r->tokenizer, r->train);
-    Path trained = path_of("%s/tokenizer.json", s->init);
-    if (*s->init && access(trained.text, F_OK) == 0) evaluate_tokenizer("--init", trained.text, s, r->tokenizer);
     if (r->val && s->val_every) r->val_bytes = evaluate_bytes(s, r->val, r->tokenizer);
 
     report_data(s, r->train, r->tokenizer);
@@ -336,7 +336,7 @@ static void open_model(Run* r) {
     const Settings* s = &r->settings;
     r->model = model_create(s, r->world);
     report_device(r->model);
-    r->saved = s->resume ? model_resume(r->model, r->world, shards_hash(r->train)) : 0;
+    r->saved = s->resume ? model_resume(r->model, r->world, r->data) : 0;
     r->first = r->saved + 1;
     char* out = host_printable(s->out, strlen(s->out), "");
     if (r->saved)

@@ -146,17 +146,21 @@ void shards_close(Shards* shards) {
     free(shards);
 }
 
-Path shards_tokenizer(const char* text, const char* mark) {
-    const Path none = {""};
-    // The name of the first match up to `mark` is the name of the data set.
+Path shards_first(const char* option, const char* text) {
     glob_t found;
-    Mixture mixture = mixture_parse("--train", text);
+    Mixture mixture = mixture_parse(option, text);
     const int rc = glob(mixture.sets[0].pattern, 0, NULL, &found);
+    Path path = path_of("%s", rc == 0 ? found.gl_pathv[0] : "");
+    if (rc == 0) globfree(&found);
     mixture_free(&mixture);
-    if (rc != 0) return none;
-    const char *path = found.gl_pathv[0], *end = strstr(basename(path), mark);
+    return path;
+}
+
+Path shards_tokenizer(const char* path, const char* mark, const char* of_run) {
+    // The shard's name up to `mark` is the name of the data set.
+    const Path none = {""};
+    const char* end = strstr(basename(path), mark);
     Path tokenizer = end ? path_of("%.*s_tokenizer.bin", (int)(end - path), path) : none;
-    globfree(&found);
     if (!*tokenizer.text || access(tokenizer.text, F_OK) == 0) return tokenizer;
 
     // scripts/prepare_text.py puts the table in place last, so other files of the tokenizer show that the set is not
@@ -164,7 +168,7 @@ Path shards_tokenizer(const char* text, const char* mark) {
     static const char* const traces[] = {"json", "bin.tmp"};
     for (int i = 0; i < 2; i++) {
         Path trace = path_of("%.*s%s", (int)(strlen(tokenizer.text) - strlen("bin")), tokenizer.text, traces[i]);
-        if (access(trace.text, F_OK) == 0)
+        if (strcmp(trace.text, of_run) != 0 && access(trace.text, F_OK) == 0)
             die(EXIT_FAILED,
                 "%s is there, but not %s, which scripts/prepare_text.py writes last: the shards may be incomplete. "
                 "Copy or prepare them again",
@@ -176,6 +180,7 @@ Path shards_tokenizer(const char* text, const char* mark) {
 int64_t shards_windows(const Shards* shards) { return shards->windows; }
 int64_t shards_tokens(const Shards* shards) { return shards->tokens; }
 int shards_count(const Shards* shards) { return shards->count; }
+const char* shards_path(const Shards* shards, int index) { return shards->files[index].path; }
 uint32_t shards_hash(const Shards* shards) { return shards->hash; }
 const Mixture* shards_mixture(const Shards* shards) { return &shards->mixture; }
 

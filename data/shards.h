@@ -30,14 +30,17 @@ typedef struct Shards Shards;
 Shards* shards_open(const char* option, const char* text, int64_t T);
 void shards_close(Shards* shards);
 
-// The tokenizer file that belongs to the first shard of `text`. With mark "_train_", text_train_000000.bin has
+// The path of the first shard of `text`; empty: there is none.
+Path shards_first(const char* option, const char* text);
+// The tokenizer file that belongs to the shard `path`. With mark "_train_", text_train_000000.bin has
 // text_tokenizer.bin in the same folder. Empty: no such file, or a shard of another name. Ends the run where other
-// files of that tokenizer show that the set is not whole.
-Path shards_tokenizer(const char* text, const char* mark);
+// files of that tokenizer, but for the one that the run has, show that the set is not whole.
+Path shards_tokenizer(const char* path, const char* mark, const char* of_run);
 
 int64_t shards_windows(const Shards* shards);
 int64_t shards_tokens(const Shards* shards);
 int shards_count(const Shards* shards);
+const char* shards_path(const Shards* shards, int index);
 const Mixture* shards_mixture(const Shards* shards);
 
 // The path of a file of `shards` that `others` have too, by whatever name or pattern; NULL: none.

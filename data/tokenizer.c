@@ -9,11 +9,12 @@
 #include <unistd.h>
 #include <zlib.h>
 
+#include "data/json.h"
 #include "device/check.h"
 #include "device/files.h"
 
 enum { VERSION = 2, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24, WHY_BYTES = 1024 };
-static const size_t LIMIT = (size_t)1 << 30;  // bytes; usual files have some MiB
+static const size_t LIMIT = (size_t)1 << 30, CONFIG_LIMIT = (size_t)1 << 17;  // bytes; usual tables have some MiB
 
 // The byte tokenizer: token i is byte i, and 256 is end of text.
 static Tokenizer* open_bytes(void) {
@@ -109,21 +110,31 @@ static Tokenizer* open_beside(Tokenizer* table, const char* path) {
     if (access(json_path.text, F_OK) != 0 && errno == ENOENT) return table;
     // It must have the table's tokens.
     Tokenizer* t = tokenizer_read_json(json_path.text, table->eot);
-    if (t->size != table->size)
-        die(EXIT_FAILED, "--tokenizer: %s has %d tokens, %s beside it %d: they must be of one tokenizer", path,
-            table->size, json_path.text, t->size);
-    for (int32_t id = 0; id < t->size; id++) {
-        const Token *a = &table->tokens[id], *b = &t->tokens[id];
-        bool same = a->length == b->length && memcmp(a->bytes, b->bytes, (size_t)a->length) == 0;
-        // A table has no tokens of more than 255 bytes.
-        if (!same && !(a->length == 0 && b->length > 255))
-            die(EXIT_FAILED,
-                "--tokenizer: %s and %s beside it differ in the bytes of token %d: they must be of one tokenizer", path,
-                json_path.text, id);
-    }
+    char* differs = tokenizer_difference(table, t);
+    if (differs)
+        die(EXIT_FAILED, "--tokenizer: %s and %s beside it must be of one tokenizer: %s", path, json_path.text,
+            differs);
 
     // The table is no longer needed: tokenizer.json has the same tokens, and the merges.
     tokenizer_close(table);
+    return t;
+}
+
+// Reads a tokenizer.json. That of a model's folder has its end of text in config.json, the first of several.
+static Tokenizer* open_json(const char* path) {
+    const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
+    Path config = path_of("%.*sconfig.json", (int)(name - path), path);
+    size_t size;
+    char* text = strcmp(name, "tokenizer.json") == 0 ? read_file(config.text, CONFIG_LIMIT, &size) : NULL;
+    Json* json = text ? json_parse(text, size, NULL, 0) : NULL;
+    const Json* eot = json_get(json, "eos_token_id");
+    if (eot && eot->type == JSON_ARRAY) eot = eot->child;
+    Tokenizer* t = tokenizer_read_json(path, eot && eot->type == JSON_NUMBER ? (int32_t)eot->integer : -1);
+    if (t->eot >= t->size)
+        die(EXIT_FAILED, "--tokenizer: %s has %d tokens, but end of text has id %d in %s", path, t->size, t->eot,
+            config.text);
+    json_free(json);
+    free(text);
     return t;
 }
 
@@ -131,7 +142,7 @@ Tokenizer* tokenizer_open(const char* path) {
     // A table has no merges, so a tokenizer.json of the same name is preferred.
     Tokenizer* t = !path                      ? open_nothing()
                    : path[0] == 0             ? open_bytes()
-                   : ends_with(path, ".json") ? tokenizer_read_json(path, -1)
+                   : ends_with(path, ".json") ? open_json(path)
                                               : open_beside(open_table(path), path);
     if (!t->bpe) t->vocab = vocab_new(t->tokens, t->size);
     t->why = (char*)host_alloc(WHY_BYTES);
@@ -152,15 +163,28 @@ void tokenizer_close(Tokenizer* tokenizer) {
 int32_t tokenizer_size(const Tokenizer* tokenizer) { return tokenizer->size; }
 int32_t tokenizer_eot(const Tokenizer* tokenizer) { return tokenizer->eot; }
 
+// The bytes that a table has of a token: none where there are more than 255.
+static Bytef table_length(const Token* token) { return (Bytef)(token->length > 255 ? 0 : token->length); }
+
 uint32_t tokenizer_hash(const Tokenizer* tokenizer) {
     uLong crc = 0;
     for (int32_t id = 0; id < tokenizer->size; id++) {
-        const Token* token = &tokenizer->tokens[id];
-        const Bytef length = (Bytef)(token->length > 255 ? 0 : token->length);
+        const Bytef length = table_length(&tokenizer->tokens[id]);
         crc = crc32(crc, &length, 1);
-        if (length) crc = crc32(crc, (const Bytef*)token->bytes, length);
+        if (length) crc = crc32(crc, (const Bytef*)tokenizer->tokens[id].bytes, length);
     }
     return (uint32_t)crc;
+}
+
+char* tokenizer_difference(const Tokenizer* a, const Tokenizer* b) {
+    if (a->size != b->size) return host_format("%d tokens, not %d", a->size, b->size);
+    if (a->eot != b->eot) return host_format("end of text is token %d, not %d", a->eot, b->eot);
+    for (int32_t id = 0; id < a->size; id++) {
+        const Bytef length = table_length(&a->tokens[id]);
+        if (length != table_length(&b->tokens[id]) || memcmp(a->tokens[id].bytes, b->tokens[id].bytes, length) != 0)
+            return host_format("the bytes of token %d differ", id);
+    }
+    return NULL;
 }
 
 bool tokenizer_exact(const Tokenizer* tokenizer) { return tokenizer->bpe || tokenizer->vocab->longest == 1; }

@@ -3,7 +3,7 @@
 //     file          layout
 //     x.bin         llm.c's table: 256 little-endian uint32 {20240328, 2, number of tokens, end-of-text id, 0...}, then
 //                   for each token one length byte and its bytes
-//     x.json        Hugging Face's tokenizer.json
+//     x.json        Hugging Face's tokenizer.json. In a model's folder, config.json names the end of text
 //     ""            the tokens are bytes: ids 0..255, 256 = end of text
 //     NULL          not known: no tokens, end of text -1
 //
@@ -34,8 +34,11 @@ void tokenizer_close(Tokenizer* tokenizer);
 int32_t tokenizer_size(const Tokenizer* tokenizer);
 int32_t tokenizer_eot(const Tokenizer* tokenizer);  // end of text
 // CRC-32 (zlib) of the tokens, as scripts/prepare_eval.py puts it into its files: for each id a length byte and the
-// bytes. End of text and tokens of more than 255 bytes have length 0.
+// bytes. End of text and tokens of more than 255 bytes have length 0, so x.bin and x.json have the same hash.
 uint32_t tokenizer_hash(const Tokenizer* tokenizer);
+// The first difference between two tokenizers, in fresh memory: size, end of text, or the bytes of a token, as the
+// hash takes them. NULL: they are the same.
+char* tokenizer_difference(const Tokenizer* a, const Tokenizer* b);
 // True if text is encoded exactly as by the original tokenizer. A table alone has no merges: text is then encoded by
 // the longest match.
 bool tokenizer_exact(const Tokenizer* tokenizer);

@@ -337,3 +337,10 @@ int64_t hub_length(const char* folder) {
     json_free(config);
     return length;
 }
+
+int64_t hub_tokenizer(const char* folder) {
+    Json* manifest = read_json(folder, "manifest.json", MANIFEST_LIMIT, NULL, 0);
+    const int64_t hash = json_int(manifest, "tokenizer_hash", 0);
+    json_free(manifest);
+    return hash;
+}

@@ -20,3 +20,5 @@ ModelConfig hub_read_config(const char* option, const char* folder);
 
 // The sequence length of its training: from a run's manifest, else config.json's limit, at most 4096.
 int64_t hub_length(const char* folder);
+// The tokenizer_hash (data/tokenizer.h) of its training, from a run's manifest; 0: not known.
+int64_t hub_tokenizer(const char* folder);

@@ -84,8 +84,8 @@ static int64_t window_after(const Model* m, int64_t step) {
     return (int64_t)((uint64_t)step * (uint64_t)(m->settings.tokens_per_step / m->settings.seq_len));
 }
 
-void model_save(Model* m, Saver* saver, int64_t step, uint32_t data_hash, const StepState* state) {
-    CheckpointRecord record = {step, window_after(m, step), state->updates, data_hash};
+void model_save(Model* m, Saver* saver, int64_t step, DataHash data, const StepState* state) {
+    CheckpointRecord record = {step, window_after(m, step), state->updates, data.shards, data.tokenizer};
     int count;
     CheckpointFile* files = model_files(m, m->settings.optimizer, &count);
     char* options = record_json(&m->settings);
@@ -95,12 +95,18 @@ void model_save(Model* m, Saver* saver, int64_t step, uint32_t data_hash, const 
 }
 
 // Options and data must be the same as in the run that saved.
-static void check_record(const Model* m, const Json* manifest, uint32_t data_hash) {
+static void check_record(const Model* m, const Json* manifest, DataHash data) {
     record_check(json_get(manifest, "options"), false, &m->settings);
-    if (json_int(manifest, "data_hash", -1) != (int64_t)data_hash)
+    if (json_int(manifest, "data_hash", -1) != (int64_t)data.shards)
         die(EXIT_USAGE,
             "--train names other shards than the run in %s was made with (names, sizes, headers or weights differ)",
             m->settings.out);
+    const int64_t tokenizer = json_int(manifest, "tokenizer_hash", 0);
+    if (tokenizer && data.tokenizer && tokenizer != data.tokenizer)
+        die(EXIT_USAGE,
+            "--tokenizer %s is not %s, that of the run in %s: its tokens or end of text differ; a run keeps its "
+            "tokenizer",
+            m->settings.tokenizer, json_text(json_get(manifest, "options"), "tokenizer"), m->settings.out);
 }
 
 // The checkpoints that rank 0 finds. Every rank tries the same ones.
@@ -143,7 +149,7 @@ void model_stage(Model* m, Ranks* world) {
     json_free(manifest);
 }
 
-int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
+int64_t model_resume(Model* m, Ranks* world, DataHash data) {
     const char* out = m->settings.out;
     char error[512];
     int count;
@@ -152,7 +158,7 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
     // From the newest on, until one is good.
     for (int i = 0; i < count && resumed == 0; i++) {
         Json* manifest = checkpoint_manifest(out, steps[i], error, sizeof(error));
-        if (manifest) check_record(m, manifest, data_hash);
+        if (manifest) check_record(m, manifest, data);
 
         // The position in the data must be that of the step.
         const int64_t window = json_int(manifest, "window", -1);

@@ -14,13 +14,19 @@
 CheckpointFile* model_files(Model* model, int64_t optimizer, int* count);
 void model_files_free(CheckpointFile* files, int count);
 
+// The data of a run: a resumed run must have the same.
+typedef struct DataHash {
+    uint32_t shards;     // shards_hash of --train
+    uint32_t tokenizer;  // tokenizer_hash; 0: not known
+} DataHash;
+
 // state is the host's copy of the device's StepState.
-void model_save(Model* model, Saver* saver, int64_t step, uint32_t data_hash, const StepState* state);
+void model_save(Model* model, Saver* saver, int64_t step, DataHash data, const StepState* state);
 
 // Loads the newest good checkpoint in --out, with a warning that names the fault of each newer one.
 // Returns its step, 0 if there is none. Ends the run if there are checkpoints and none is good, or
 // if an option or the data differ that must not.
-int64_t model_resume(Model* model, Ranks* world, uint32_t data_hash);
+int64_t model_resume(Model* model, Ranks* world, DataHash data);
 
 // Loads weights, selection biases and moments of the step of --init, for a new stage (--init-moments). The count of
 // updates goes on from there, because AdamW's bias correction depends on it: after n updates a moment is a sum with

@@ -58,9 +58,12 @@ static void set_for_use(Settings* s, const char* folder) {
     if (!s->given[length])
         s->seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
     if (*s->evaluate) check_range(s, &settings_table[length], "evaluate", folder, "manifest.json");
+    // Its tokenizer, or where the folder has none that of the text.
     if (*s->tokenizer) return;
     Path tokenizer = path_of("%s/tokenizer.json", folder);
-    if (access(tokenizer.text, F_OK) == 0) replace(&s->tokenizer, host_strdup(tokenizer.text));
+    if (access(tokenizer.text, F_OK) != 0)
+        tokenizer = shards_tokenizer(shards_first("--val", s->val).text, "_val_", "");
+    replace(&s->tokenizer, host_strdup(tokenizer.text));
 }
 
 // Defaults that depend on other options. A router that selects without a bias goes on without one.
@@ -96,7 +99,7 @@ static void check_effect(Settings* s) {
 // may have their tokenizer there.
 static void find_tokenizer(Settings* s, int recorded, int has_vocab) {
     if (!GIVEN(s, tokenizer) && (!recorded || GIVEN(s, train))) {
-        Path beside = shards_tokenizer(s->train, "_train_");
+        Path beside = shards_tokenizer(shards_first("--train", s->train).text, "_train_", s->tokenizer);
         if (*beside.text) replace(&s->tokenizer, host_strdup(beside.text));
     }
     // The vocabulary of a new model is the tokenizer's.

@@ -410,9 +410,9 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     s->step = r->step;
     s->folder = step_path(s->out, r->step, ".tmp");
     s->record = host_format(
-        "{\"format\": \"%s\", \"step\": %ld, \"window\": %ld, \"updates\": %ld, \"data_hash\": %ld,\n\"options\": "
-        "%s,\n\"files\": [",
-        CHECKPOINT_FORMAT, r->step, r->window, r->updates, r->data_hash, options_json);
+        "{\"format\": \"%s\", \"step\": %ld, \"window\": %ld, \"updates\": %ld, \"data_hash\": %ld, "
+        "\"tokenizer_hash\": %ld,\n\"options\": %s,\n\"files\": [",
+        CHECKPOINT_FORMAT, r->step, r->window, r->updates, r->data_hash, r->tokenizer_hash, options_json);
 
     // The copy to host memory. Training continues after it.
     char* to = s->buffer;

@@ -51,10 +51,11 @@ typedef struct CheckpointFile {
 
 // The state of a run other than its tensors, needed to resume: members of the manifest.
 typedef struct CheckpointRecord {
-    int64_t step;       // updates done
-    int64_t window;     // next window of the run (data/shards.h)
-    int64_t updates;    // StepState.updates: those of all stages (--init-moments)
-    int64_t data_hash;  // shards_hash of the training shards
+    int64_t step;            // updates done
+    int64_t window;          // next window of the run (data/shards.h)
+    int64_t updates;         // StepState.updates: those of all stages (--init-moments)
+    int64_t data_hash;       // shards_hash of the training shards
+    int64_t tokenizer_hash;  // 0: not known
 } CheckpointRecord;
 
 // Writes checkpoints into folder `out`, one at a time, on a thread. saver_create is collective; it ends the run if the

@@ -4,10 +4,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #include <zlib.h>
 
 #include "device/check.h"
 #include "model/agree.h"
+#include "model/hub.h"
 
 // Whole windows of --val-tokens, at most those of the shards, and at least one.
 int64_t evaluate_windows(const Settings* s, const Shards* shards) {
@@ -22,19 +24,44 @@ Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokeni
     if (both) warn("--train includes %s of --val: the validation loss is that of text that the model learns", both);
     // A hash of 0 is a run without --val: all ranks must agree on that too.
     agree_on_data(world, "--val", shards ? shards_sample(shards) : 0);
-    if (*s->val && *s->tokenizer) evaluate_tokenizer("--val", shards_tokenizer(s->val, "_val_").text, s, tokenizer);
+    if (shards && *s->tokenizer) evaluate_tokenizers("val", shards, s, tokenizer);
     return shards;
 }
 
-// Only the sizes are compared. That finds most mistakes, and is quick.
-void evaluate_tokenizer(const char* option, const char* path, const Settings* s, const Tokenizer* tokenizer) {
-    if (!*path) return;
+// Ends the run where the tokenizer at `path` ("": none), which belongs to `option`, is another than the run's.
+static void check_tokenizer(const char* option, const char* path, const Settings* s, const Tokenizer* tokenizer) {
+    if (!*path || strcmp(path, s->tokenizer) == 0) return;
     Tokenizer* other = tokenizer_open(path);
-    if (tokenizer_size(other) != tokenizer_size(tokenizer))
-        die(EXIT_USAGE, "%s: the tokenizer %s has %d tokens, the one here (%s) %d: they are not the same%s", option,
-            path, tokenizer_size(other), *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer),
-            *s->tokenizer ? "" : "; --tokenizer names one for all data");
+    const char* differs = tokenizer_difference(other, tokenizer);
+    if (differs)
+        die(EXIT_USAGE, "--%s: the tokenizer %s is not %s, that of the run: %s; %s", option, path,
+            *s->tokenizer ? s->tokenizer : "bytes", differs,
+            *s->tokenizer ? "a model and all its data have one" : "--tokenizer names one for all data");
     tokenizer_close(other);
+}
+
+void evaluate_tokenizer(Ranks* world, const Settings* s, const Tokenizer* tokenizer) {
+    agree_on_data(world, "--tokenizer", tokenizer_hash(tokenizer));
+    const char *option, *folder = settings_folder(s, &option);
+    if (!folder) return;
+    Path own = path_of("%s/tokenizer.json", folder);
+    if (access(own.text, F_OK) == 0) check_tokenizer(option, own.text, s, tokenizer);
+    const int64_t hash = hub_tokenizer(folder);
+    if (*s->tokenizer && hash && hash != tokenizer_hash(tokenizer))
+        die(EXIT_USAGE,
+            "--%s: the tokenizer of the model in %s is not %s, that of the run: its tokens or end of text differ; a "
+            "model and all its data have one",
+            option, folder, s->tokenizer);
+}
+
+void evaluate_tokenizers(const char* option, const Shards* shards, const Settings* s, const Tokenizer* tokenizer) {
+    const Path mark = path_of("_%s_", option);
+    Path last = {""};
+    for (int i = 0; i < shards_count(shards); i++) {
+        Path path = shards_tokenizer(shards_path(shards, i), mark.text, s->tokenizer);
+        if (strcmp(path.text, last.text) != 0) check_tokenizer(option, path.text, s, tokenizer);
+        last = path;
+    }
 }
 
 // A rank's part of a round of ranks * B sequences: *n sequences from `first` on. The ranks take batches in turns. One

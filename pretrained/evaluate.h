@@ -6,11 +6,15 @@
 #include "data/tokenizer.h"
 #include "model/model.h"
 
-// The shards of --val, the same on all ranks; NULL without. Their tokenizer must have the same number of tokens as the
-// run's. A file that is also in `train` (NULL: there is no training) gets a warning.
+// The shards of --val, the same on all ranks; NULL without. Their tokenizer must be the run's. A file that is also in
+// `train` (NULL: there is no training) gets a warning.
 Shards* evaluate_shards(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, const Shards* train);
-// Ends the run where the tokenizer at `path` ("": none), which belongs to `option`, has another number of tokens.
-void evaluate_tokenizer(const char* option, const char* path, const Settings* settings, const Tokenizer* tokenizer);
+// Ends the run where the tokenizer is another on some rank, or another than that of the folder of --init, --sample or
+// --evaluate: by its tokenizer.json, and by the hash in its manifest.
+void evaluate_tokenizer(Ranks* world, const Settings* settings, const Tokenizer* tokenizer);
+// The same where a shard of --train or --val (`option`, without the dashes) has another one.
+void evaluate_tokenizers(const char* option, const Shards* shards, const Settings* settings,
+                         const Tokenizer* tokenizer);
 // Windows of the shards that a validation reads: the first --val-tokens, one at least.
 int64_t evaluate_windows(const Settings* settings, const Shards* shards);
 // Mean loss over these, in nats a token. All ranks together; all get it.

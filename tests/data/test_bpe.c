@@ -289,11 +289,11 @@ static void test_beside(void) {
 
     opened = "x.bin";
     json("x.json", HEAD, ADDED ",{\"id\":17,\"content\":\"x\"}", "\"BPE\"", "{" VOCAB "}", MERGES);
-    DIES(open_it, "x.bin has 17 tokens", "x.json beside it 18");
+    DIES(open_it, "x.bin and ", "x.json beside it must be of one tokenizer: 17 tokens, not 18");
     json("x.json", HEAD, ADDED, "\"BPE\"", "{" VOCAB "}", MERGES);
     file[1025] = 'e';
     write_file("x.bin", file, n);
-    DIES(open_it, "x.bin and ", "x.json beside it differ in the bytes of token 0");
+    DIES(open_it, "x.bin and ", "x.json beside it must be of one tokenizer: the bytes of token 0 differ");
     write_file("x.json", "[", 1);
     DIES(open_it, "x.json: not JSON");
 }

@@ -352,11 +352,20 @@ class TokenizerBesideShards(Case):
             self.check(self.beside if train == self.dir / "data/text_train_*.bin" else beside, 300, train=train)
         self.check(beside, 320, vocab=320)
         self.check(beside, 300, dry_run="all")
-        write_tokenizer(self.dir / "other.bin", self.tokens + [b"more"] * 5)
-        self.check("other.bin", 305, tokenizer="other.bin")
         done = self.check(beside, 300, sample_every=1, sample_tokens=5, prompt="7 8 ")
         self.assertIn("\ntokenizer  data/text_tokenizer.bin, 300 tokens\n", done.stdout)
         self.assertRegex(done.stdout, r"--- sample at step 1\n7 8 (\d+ ){5}\n---")
+
+    def test_another_is_given(self):
+        """--tokenizer must name the one of the shards, whose copy passes, and another of the same size does not."""
+        other, text = self.dir / "other.bin", "data/text_tokenizer.bin"
+        shutil.copy(self.beside, other)
+        self.check("other.bin", 300, tokenizer="other.bin")
+        for change, tokens, eot in (("300 tokens, not 305", self.tokens + [b"more"] * 5, 0), ("end of text is token 0, not 7", self.tokens, 7),
+                                    ("the bytes of token 299 differ", self.tokens[:-1] + [b"299-"], 0)):
+            write_tokenizer(other, tokens, eot)
+            said = f"--train: the tokenizer {text} is not other.bin, that of the run: "
+            self.refused(2, said, change, train="data/text_train_*.bin", tokenizer="other.bin", out="run")
 
     def test_it_is_not_there(self):
         self.beside.rename(self.dir / "data/other_tokenizer.bin")
@@ -405,8 +414,16 @@ class TokenizerBesideShards(Case):
         subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
                        capture_output=True)
         self.train(train="made/text_train_*.bin", out="run", steps=3, save_every=1)
-        words = "--init: the tokenizer run/step_00000003/tokenizer.json has 257 tokens, the one here (data/text_tokenizer.bin) 300"
-        self.refused(2, words, train="data/text_train_*.bin", init="run/step_00000003", steps=1)
+        words = "--init: the tokenizer run/step_00000003/tokenizer.json is not data/text_tokenizer.bin, that of the run: "
+        self.refused(2, words + "257 tokens, not 300", train="data/text_train_*.bin", init="run/step_00000003", steps=1)
+        tokens = [bytes([i]) for i in range(256)] + [b"<end>"]
+        write_tokenizer(self.beside, tokens[::-1])
+        self.refused(2, words + "end of text is token 256, not 0", train="data/text_train_*.bin", init="run/step_00000003", steps=1)
+        write_tokenizer(self.beside, tokens[1:256] + tokens[:1] + tokens[256:], 256)
+        self.refused(2, words + "the bytes of token 0 differ", train="data/text_train_*.bin", init="run/step_00000003", steps=1)
+        write_tokenizer(self.beside, tokens, 256)  # the same, in the other form
+        write_shard(self.dir / "data/text_train_000000.bin", text(1200))
+        self.train(train="data/text_train_*.bin", init="run/step_00000003", steps=1)
         done = self.train(train="made/text_train_*.bin", init="run", steps=1)
         self.assertIn("  init run/step_00000003", done.stdout)
         self.assertIn("weights    from run/step_00000003", done.stdout)
@@ -418,10 +435,14 @@ class TokenizerBesideShards(Case):
         self.refused(1, "--tokenizer: data/text_tokenizer.bin: byte 4: the file ends", train="data/text_train_*.bin", out="run")
 
     def test_resumed(self):
-        """The vocabulary of the checkpoint is kept; moved shards have their tokenizer in the new folder."""
+        """Vocabulary and tokenizer of the checkpoint are kept; moved shards have their tokenizer in the new folder."""
         self.check("data/text_tokenizer.bin", 300, out="run")
-        write_tokenizer(self.beside, self.tokens + [b"more"] * 5)
         resume = dict(out="run", resume=True)
+        for tokens, eot in ((self.tokens + [b"more"] * 5, 0), (self.tokens[::-1], 0), (self.tokens, 1)):
+            write_tokenizer(self.beside, tokens, eot)
+            words = "--tokenizer data/text_tokenizer.bin is not data/text_tokenizer.bin, that of the run in run: its tokens or end"
+            self.refused(2, words, train=None, steps=2, **resume)
+        write_tokenizer(self.beside, self.tokens)
         self.check("data/text_tokenizer.bin", 300, train=None, steps=2, **resume)
         (self.dir / "data").rename(self.dir / "moved")
         self.refused(1, "--train: cannot list 'data/text_train_*.bin'", train=None, tokenizer="moved/text_tokenizer.bin", **resume)
@@ -435,11 +456,49 @@ class TokenizerBesideShards(Case):
         write_tokenizer(self.dir / "data/less_tokenizer.bin", self.tokens[:200])
         shutil.copy(self.dir / "data/less_val_000000.bin", self.dir / "data/text_val_000000.bin")
         self.check("data/text_tokenizer.bin", 300, val="data/text_val_*.bin", out="run")
-        words = "--val: the tokenizer data/less_tokenizer.bin has 200 tokens, the one here (data/text_tokenizer.bin) 300"
-        self.refused(2, words, train="data/text_train_*.bin", val="data/less_val_*.bin")
-        args = [PROGRAM, "--evaluate", "run/step_00000001", "--val", "data/less_val_*.bin"]
-        self.call(args)  # the model's tokenizer is not given
-        self.assertIn(words, self.call(args + ["--tokenizer", "data/text_tokenizer.bin"], 2).stderr)
+        for change, tokens in (("200 tokens, not 300", self.tokens[:200]), ("the bytes of token 1 differ", self.tokens[::-1])):
+            write_tokenizer(self.dir / "data/less_tokenizer.bin", tokens)
+            words = f"--val: the tokenizer data/less_tokenizer.bin is not data/text_tokenizer.bin, that of the run: {change}"
+            self.refused(2, words, train="data/text_train_*.bin", val="data/less_val_*.bin")
+            args = [PROGRAM, "--evaluate", "run/step_00000001", "--val", "data/less_val_*.bin"]
+            self.assertIn(words, self.call(args + ["--tokenizer", "data/text_tokenizer.bin"], 2).stderr)
+
+    def test_use_of_another(self):
+        """A model is used with its own tokenizer: that of its folder, or the one whose hash the manifest has."""
+        write_shard(self.dir / "data/text_val_000000.bin", [token + 150 for token in text(300)])
+        self.check("data/text_tokenizer.bin", 300, out="run")
+        use = ([PROGRAM, "--evaluate", "run", "--val", "data/text_val_*.bin"], [PROGRAM, "--sample", "run", "--sample-tokens", 2])
+        self.assertIn(" bits a byte", self.call(use[0]).stdout)  # the tokenizer is that of the shards
+        write_tokenizer(self.dir / "other.bin", self.tokens[::-1])
+        shutil.copy(self.beside, self.dir / "same.bin")
+        for line in use:
+            self.call([*line, "--tokenizer", "same.bin"])
+        self.beside.unlink()
+        for line, option in zip(use, ("evaluate", "sample")):
+            words = f"--{option}: the tokenizer of the model in run/step_00000001 is not other.bin, that of the run: its tokens or end"
+            self.assertIn(words, self.call([*line, "--tokenizer", "other.bin"], 2).stderr)
+        shutil.copy(self.dir / "other.bin", self.beside)  # shards of another text
+        self.assertIn("run/step_00000001 is not data/text_tokenizer.bin, that of the run", self.call(use[0], 2).stderr)
+        self.refused(2, "--init: the tokenizer of the model in run/step_00000001 is not data/text_tokenizer.bin",
+                     train="data/text_train_*.bin", init="run", steps=1)
+
+    def test_end_of_text_of_a_folder(self):
+        """config.json names the end of text of the folder's tokenizer.json, whatever its usual name."""
+        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
+        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
+                       capture_output=True)
+        write_tokenizer(self.dir / "made/text_tokenizer.bin", [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], 3)
+        self.train(train="made/text_train_*.bin", out="run", steps=1)
+        config = json.loads((self.dir / "run/step_00000001/config.json").read_text())
+        self.assertEqual(config["eos_token_id"], 3)
+        self.train(train="made/text_train_*.bin", init="run", steps=1)
+        (self.dir / "run/step_00000001/manifest.json").unlink()
+        evaluate = [PROGRAM, "--evaluate", "run/step_00000001", "--val", "made/text_val_*.bin", "--seq-len", 32]
+        for eot, said in (([3, 256], None), (256, "end of text is token 3, not 256"), (None, "end of text is token 3, not 256"),
+                          (257, "has 257 tokens, but end of text has id 257 in run/step_00000001/config.json")):
+            (self.dir / "run/step_00000001/config.json").write_text(json.dumps({**config, "eos_token_id": eot}))
+            done = self.call(evaluate, 0 if not said else 1 if eot == 257 else 2)
+            self.assertIn(said or "bits a byte", done.stderr or done.stdout)
 
     def test_samples_that_would_be_no_text(self):
         self.beside.unlink()

@@ -33,6 +33,7 @@ static const double MX_GRADIENT_BOUND = BF16 ? 5e-2 : 4e-3, MX_LOSS_BOUND = BF16
 static const double CUT_GRADIENT_BOUND = 4e-2;
 
 static Ranks* world;
+static const DataHash data = {7, 8};
 static int fast;  // 1: this device has --precision mxfp8
 static const char* shards[4] = {"none", "optimizer", "grads", "weights"};
 
@@ -426,7 +427,7 @@ static void check_saved_again(Model* m, Ranks* group, const char* folder, const 
     char* again = host_format("%s/again", folder);
     const StepState state = state_of(m);
     Saver* saver = saver_create(group, again, 2, NULL);
-    model_save(m, saver, 10, 7, &state);
+    model_save(m, saver, 10, data, &state);
     saver_destroy(saver);
     if (ranks_index(group) == 0) {
         char *want = files_of(folder), *got = files_of(again);
@@ -458,7 +459,7 @@ static void check_resume(const char* options) {
         Ranks* group = ranks_split(world, takes_part);
         if (takes_part) {
             Model* m = start(group, c, out);
-            int64_t done = i ? model_resume(m, group, 7) : 0;
+            int64_t done = i ? model_resume(m, group, data) : 0;
             if (i) CHECK(done == 10, "resumed step %ld", done);
             char* name = name_of(c);
             if (i) check_saved_again(m, group, folder, name);
@@ -468,7 +469,7 @@ static void check_resume(const char* options) {
                     want[step] = state;
                     if (step != 10) continue;
                     Saver* saver = saver_create(group, folder, 2, NULL);
-                    model_save(m, saver, 10, 7, &state);
+                    model_save(m, saver, 10, data, &state);
                     saver_destroy(saver);
                 } else {
                     int same = state.loss == want[step].loss && state.grad_norm == want[step].grad_norm;

@@ -232,9 +232,9 @@ class Faults(Case):
             self.assert_close(losses, expected)
         self.assert_same_run(folder / "run", self.reference(), 60)
 
-    def among(self, command):
-        """The parts of a run in which VICTIM has `command`, and all other ranks the usual command line."""
-        usual = self.command(timeout=60, **LAYOUT)
+    def among(self, command, **options):
+        """The parts of a run in which VICTIM has `command`, and all other ranks the usual command line, with `options`."""
+        usual = self.command(timeout=60, **LAYOUT, **options)
         return [part for part in ((VICTIM, usual), (1, command), (RANKS - VICTIM - 1, usual)) if part[0]]
 
     def signalled(self, folder, at, ranks, number, more=(), **options):
@@ -326,8 +326,14 @@ class Faults(Case):
         """One rank has a question file of the same size with another id."""
         for name, ending in (("eval.bin", [2]), ("other.bin", [3])):
             write_questions(folder / name, [([1], [ending, [4]], 0)])
-        usual, other = [self.command(eval=name, timeout=60, **LAYOUT) for name in ("eval.bin", "other.bin")]
-        return Process(folder, (VICTIM, usual), (1, other), *[(RANKS - VICTIM - 1, usual)][:RANKS - VICTIM - 1]).end()
+        return Process(folder, *self.among(self.command(eval="other.bin", timeout=60, **LAYOUT), eval="eval.bin")).end()
+
+    def fault_other_tokenizer(self, folder):
+        """One rank has a tokenizer of the same size with other tokens."""
+        for name, more in (("usual.bin", 0), ("other.bin", 1)):
+            cli.write_tokenizer(folder / name, [b"%d" % (i + more) for i in range(300)])
+        other = self.command(tokenizer="other.bin", timeout=60, **LAYOUT)
+        return Process(folder, *self.among(other, tokenizer="usual.bin")).end()
 
     def fault_other_option(self, folder):
         return Process(folder, *self.among(self.command(timeout=60, **{**RUN, **LAYOUT, "lr": 2e-3}))).end()
@@ -422,6 +428,7 @@ class Faults(Case):
             self.on_all(name, rf"--train: rank {VICTIM} sees other files than rank 0 \(names, sizes or contents differ\)$")
         self.on_all("other_validation", rf"--val: rank {VICTIM} sees other files than rank 0")
         self.on_all("other_questions", rf"--eval: rank {VICTIM} sees other files than rank 0")
+        self.on_all("other_tokenizer", rf"--tokenizer: rank {VICTIM} sees other files than rank 0")
         self.failed("no_shards", 1, rf"^rank {VICTIM} of {RANKS} \(.+\): --train: no file matches '.*no_shards/")
 
     @unittest.skipIf(CUDA, SAME_CODE)
