@@ -36,8 +36,8 @@ ScoreRecord evaluate_choices(Model* model, const Choices* choices, const Tokeniz
 
 // The questions of --eval, *count files of different names, the same on all ranks; NULL without. Their ids are the
 // tokenizer's, and with its end of text the model's; no ending is longer than --seq-len. A file that names its
-// tokenizer must name this one.
+// tokenizer must name this one. A warning has the number of questions that are cut.
 Choices* evaluate_open(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, int* count);
 // Evaluates every file, and prints a line for each. `line` gets the scores as members NAME_acc and NAME_acc_norm of a
-// line of the log (data/runlog.h), unless it is NULL.
+// line of the log (data/runlog.h), and the questions that are cut as NAME_cut, unless it is NULL.
 void evaluate_questions(char** line, Model* model, const Choices* files, int count, const Tokenizer* tokenizer);

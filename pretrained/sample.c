@@ -42,12 +42,16 @@ void sample_check(const Settings* s, const Tokenizer* tokenizer) {
     // The prompt can be told in its tokens.
     int64_t capacity = (int64_t)strlen(s->prompt) + 1;
     int32_t* ids = (int32_t*)host_alloc((size_t)capacity * sizeof(int32_t));
-    if (tokenizer_encode(tokenizer, s->prompt, ids, capacity) < 0)
+    const int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids, capacity);
+    if (prompt < 0)
         die(EXIT_USAGE, "--prompt '%s' cannot be encoded with --tokenizer %s: %s", s->prompt, s->tokenizer,
             tokenizer_why(tokenizer));
     if (*s->prompt && !tokenizer_exact(tokenizer))
         warn("--prompt is cut into the longest tokens: %s knows no merges (they stand in a tokenizer.json)",
              s->tokenizer);
+    if (prompt >= s->seq_len)
+        warn("--prompt has %ld tokens and an end of text before it, more than --seq-len %ld: its beginning is cut",
+             prompt, s->seq_len);
     free(ids);
 }
 

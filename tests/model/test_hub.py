@@ -327,8 +327,11 @@ class Questions(Case):
             line += ["--" + name.replace("_", "-"), value]
         line = (mpirun(ranks) if ranks > 1 else []) + [str(word) for word in line]
         done = subprocess.run(line, cwd=self.dir, env=cli.environment(), capture_output=True, encoding="utf-8")
-        self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
-        return re.findall(r"^(\S+): (\d+) questions, accuracy ([\d.]+), normalised ([\d.]+)$", done.stdout, re.M)
+        warnings = re.findall(r"(?m)^train_moe: warning: --eval: (\S+): (\d+) of (\d+) questions are longer than --seq-len 48: ", done.stderr)
+        self.assertEqual((done.returncode, len(warnings)), (0, len(done.stderr.splitlines())), done.stderr)
+        scores = re.findall(r"^(\S+): (\d+) questions, accuracy ([\d.]+), normalised ([\d.]+)(?:, (\d+) cut to --seq-len 48)?$", done.stdout, re.M)
+        self.assertEqual([(name, cut, count) for name, count, _, _, cut in scores if cut], warnings)
+        return [score[:4] for score in scores]
 
     @NEEDS
     @unittest.skipIf(CUDA, "bf16 answers close questions otherwise")
@@ -385,6 +388,17 @@ class Questions(Case):
         for line in (cli.command(train=self.train_glob, steps=1, eval="made.bin", vocab=257, tokenizer="other.bin"),
                      [cli.PROGRAM, "--evaluate", self.step, "--eval", "made.bin", "--tokenizer", "other.bin"]):
             self.assertIn("--eval: made was made with another tokenizer than other.bin", self.call(line, 2).stderr)
+
+    def test_contexts_that_are_cut(self):
+        """Their number is said at the start, and where the scores are; one that fills a window is whole."""
+        write_questions(self.dir / "long.bin", [([97] * n, [[98] * 3, [99] * 4], 0) for n in (45, 46, 47, 200, 1)])
+        write_questions(self.dir / "short.bin", [([97] * 45, [[98] * 3, [99] * 4], 0)])
+        done = self.train(out="cut", steps=2, vocab=257, seq_len=48, eval="*.bin", eval_every=1)
+        self.assertRegex(done.stderr, r"^train_moe: warning: --eval: long: 3 of 5 questions are longer than --seq-len 48: .*\n$")
+        self.assertEqual(len(re.findall(r"(?m)^long: 5 questions, .*, 3 cut to --seq-len 48$", done.stdout)), 2)
+        self.assertEqual(len(re.findall(r"(?m)^short: 1 questions, .*normalised [\d.]+$", done.stdout)), 2)
+        self.assertEqual([(line["long_cut"], line["short_cut"]) for line in cli.read_log(self.dir / "cut")[1]], [(3, 0)] * 2)
+        self.assertEqual(len(self.asked("*.bin")), 2)  # which compares the warnings with the scores
 
     def test_losses_that_are_not_finite(self):
         """A weight may be finite and too large for a loss. A comparison with NaN would choose the first ending."""

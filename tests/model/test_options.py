@@ -306,6 +306,11 @@ class BadOptions(Case):
         self.refused(2, "bytes", "257 tokens", "--vocab 200", sample_every=5, vocab=200, out="run")
         self.refused(2, "letters.bin", "4 tokens", "--vocab 3", vocab=3, **sampling)
         self.train(steps=5, vocab=257, **{**sampling, "prompt": "abba"})
+        # With end of text before it, a prompt of 31 tokens fills a window.
+        said = "warning: --prompt has 32 tokens and an end of text before it, more than --seq-len 32: its beginning is cut"
+        for length in (31, 32):
+            done = self.train(steps=1, vocab=257, sample_every=1, sample_tokens=1, prompt="x" * length)
+            self.assertEqual(said in done.stderr, length == 32, done.stderr)
 
     def test_tokenizer_file(self):
         path = self.dir / "t.bin"
