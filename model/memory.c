@@ -126,14 +126,6 @@ static char* what_fits(const Settings* s, int rank, size_t available, Backend bu
     return text;
 }
 
-// Ends the run, with the options with which it would fit. left: "free", for example.
-static NORETURN void does_not_fit(const Settings* s, Backend build, size_t needed, size_t available, const char* left,
-                                  const char* proposal) {
-    die(EXIT_FAILED,
-        "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run all lists all), %.2f GiB are %s; %s",
-        gib(needed), gib(memory_estimated(s, build)), gib(available), left, proposal);
-}
-
 // Bytes of the tensors of a checkpoint: weights, and two moments, or Muon's momentum.
 static double checkpoint_bytes(const Model* m) {
     const Settings* s = &m->settings;
@@ -219,8 +211,7 @@ void memory_report(const Settings* s, int running) {
         report_items(&m, build);
     }
     model_plan_free(&m);
-    if (proposal)
-        does_not_fit(s, build, needed, available, context ? "left besides the CUDA context" : "free", proposal);
+    if (proposal) die(EXIT_FAILED, "memory: the run does not fit: --dry-run has sizes and a remedy in its first lines");
 }
 
 void memory_check(const Settings* s, int rank) {
@@ -228,5 +219,7 @@ void memory_check(const Settings* s, int rank) {
     double seconds;
     const size_t available = device_free_memory(ranks_here()), needed = memory_needed(s, rank, BACKEND, &seconds);
     if (available && needed > available)
-        does_not_fit(s, BACKEND, needed, available, "free", what_fits(s, rank, available, BACKEND));
+        die(EXIT_FAILED,
+            "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run all lists all), %.2f GiB are free; %s",
+            gib(needed), gib(memory_estimated(s, BACKEND)), gib(available), what_fits(s, rank, available, BACKEND));
 }

@@ -8,10 +8,11 @@
 
 #include "device/check.h"
 
-// 15.71e9, 1.864e6: four digits, exponents in steps of three.
-static const char* big(char text[16], double x) {
-    int exponent = x >= 1e9 ? 9 : x >= 1e6 ? 6 : 3;
-    snprintf(text, 16, "%#.4ge%d", x / pow(10, exponent), exponent);
+// 15.71e9, 1.864e6: four digits, exponents in steps of three, from 3 on.
+static const char* big(char text[32], double x) {
+    int exponent = 3;
+    while (x >= 999.95 * pow(10, exponent)) exponent += 3;
+    snprintf(text, 32, "%#.4ge%d", x / pow(10, exponent), exponent);
     return text;
 }
 
@@ -38,7 +39,7 @@ static double flops_of_muon(const Settings* s) {
 static void report_muon(const Settings* s) {
     const double muon = flops_of_muon(s);
     const double all = muon + (double)s->tokens_per_step * flops_per_token(&s->model, s->seq_len);
-    char flops[16];
+    char flops[32];
     printf("optimizer  Muon: %s FLOPs a step, %.1f %% of all\n", big(flops, muon), 100 * muon / all);
     if (muon > all / 3)
         warn("--optimizer muon takes %.0f %% of a step's FLOPs; a larger --tokens-per-step%s lowers that",
@@ -48,8 +49,8 @@ static void report_muon(const Settings* s) {
 void report_model(const Settings* s) {
     const ModelConfig* c = &s->model;
     const char *option, *folder = settings_folder(s, &option);
-    char *name = folder ? host_printable(folder, strlen(folder), "") : option_text(&settings_table[0], s), total[16],
-         active[16], flops[16];
+    char *name = folder ? host_printable(folder, strlen(folder), "") : option_text(&settings_table[0], s), total[32],
+         active[32], flops[32];
     printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %ld\n", name,
            big(total, (double)params_total(c)), big(active, (double)params_active(c)),
            big(flops, flops_per_token(c, s->seq_len)), s->seq_len);

@@ -158,9 +158,6 @@ static void check_run(const Settings* s) {
     // Allowed, but hardly meant: warnings.
     if (s->warmup_steps > (double)s->steps && s->schedule != SCHEDULE_CONSTANT)
         warn("--warmup %g is longer than --steps %ld: the learning rate never reaches --lr", s->warmup_steps, s->steps);
-    if (s->optimizer == MUON && s->muon_expert_steps > s->steps && s->model.dense_layers < s->model.L)
-        warn("--muon-expert-steps %ld is more than --steps %ld: the experts never change", s->muon_expert_steps,
-             s->steps);
     if (s->moments && s->beta2 > 0.99)
         warn("--moments bf16 --beta2 %g: second moments follow gradients that shrink late or never; --beta2 0.95 helps",
              s->beta2);

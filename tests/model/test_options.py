@@ -128,6 +128,10 @@ class BadOptions(Case):
                                 ("medium", ("muon", "0.002", "2")), ("debug", ("muon", "0.002", "1")), ("16b", ("adamw", "0.002", "1"))):
             printed = self.call([PROGRAM, "--dry-run", "all", "--model", model, *ANY_GPU]).stdout
             self.assertEqual(re.search(r" optimizer (\S+)  muon-lr (\S+) .* muon-expert-steps (\d+) ", printed).groups(), expected)
+        # Large numbers have four digits and an exponent.
+        for model, flops in (("medium", "8.737e12"), ("671b", "32.29e15")):
+            printed = self.call([PROGRAM, "--dry-run", "--model", model, "--optimizer", "muon", *ANY_GPU]).stdout
+            self.assertIn(f"optimizer  Muon: {flops} FLOPs a step", printed)
         planned = {o: self.train(dry_run="all", optimizer=o).stdout for o in ("adamw", "muon")}
         # AdamW has second moments of all parameters; with Muon, of all but the matrices of attention, MLPs and experts.
         second = {o: [float(x) for x in re.findall(r"AdamW second moments .* ([\d.]+) MiB", planned[o])] for o in planned}
@@ -136,6 +140,8 @@ class BadOptions(Case):
         for N, dense, warned in ((3, 1, True), (2, 1, False), (3, 2, False)):
             done = self.train(dry_run=True, optimizer="muon", steps=2, muon_expert_steps=N, layers=2, dense_layers=dense)
             self.assertEqual("--muon-expert-steps 3 is more than --steps 2: the experts never change" in done.stderr, warned)
+        # The 2 of `small` is nobody's mistake.
+        self.assertEqual(self.call([PROGRAM, "--dry-run", "--model", "small", "--steps", 1, "--tokens-per-step", 2**19, *ANY_GPU]).stderr, "")
 
     def test_balance_of_a_trained_model(self):
         """A softmax router without a selection bias resumes without one; existing biases are not dropped."""
@@ -223,7 +229,7 @@ class BadOptions(Case):
                 self.assertIn(done.returncode, (0, 1, 2), f"{args}\n{done.stderr}")
                 self.assertNotIn("runtime error", done.stderr)
                 if done.returncode == 1:
-                    self.assertIn("GiB are left besides the CUDA context", done.stderr)
+                    self.assertIn("memory: the run does not fit", done.stderr)
 
     def test_many_layers(self):
         """The time of a plan grows in proportion to the layers: 1024 take about 0.05 s, where each pair of buffers was compared 3 s."""
@@ -741,7 +747,8 @@ class Reports(Case):
         done = self.call(large, 1)
         self.assertRegex(done.stdout, r"^memory     does not fit: [\d.]+ GiB a rank in the CPU build, [\d.]+ GiB free\n"
                                       r"           no --ep, --shard, --recompute or --batch fits: use a smaller model, --seq-len, or more ranks\n")
-        self.assertRegex(done.stderr, r"error: memory: [\d.]+ GiB are needed .* GiB are free; no --ep, --shard, --recompute or --batch fits")
+        self.assertRegex(done.stderr, r"error: memory: the run does not fit: --dry-run has sizes and a remedy in its first lines\n$")
+        self.assertEqual(len(re.findall("GiB free|GiB are free", done.stdout + done.stderr)), 1)
         self.assertRegex(self.call([*large, "--ranks", 64]).stdout, r"^memory     [\d.]+ GiB a rank in the CPU build\n")
 
     def plan(self, gib, options):
@@ -756,10 +763,7 @@ class Reports(Case):
         if done.returncode == 0:
             self.assertNotIn("--", second)
             return {}
-        needed, left, said = re.search(r"error: memory: ([\d.]+) GiB are needed .*, ([\d.]+) GiB are left besides the CUDA context; (.*)", done.stderr).groups()
-        self.assertAlmostEqual(total, float(needed) + 0.5, delta=0.01)
-        self.assertAlmostEqual(float(left), gib - 0.5, delta=0.01)
-        self.assertEqual(second.strip(), said)
+        said = second.strip()
         words = said.removeprefix("it fits with ").split()
         return None if said.startswith("no --ep, --shard, --recompute or --batch fits") else dict(zip(words[::2], words[1::2]))
 
@@ -804,7 +808,7 @@ class Reports(Case):
         # A run that goes on keeps its moments and its tokens a step.
         self.assertIn("--moments", self.plan(3, tight))
         done = self.call([PROGRAM, "--dry-run", "--gpu-memory", 3, "--resume", "--out", "run", *(word for pair in tight.items() for word in pair)], 1)
-        self.assertIn("no --ep, --shard, --recompute or --batch fits", done.stderr)
+        self.assertIn("no --ep, --shard, --recompute or --batch fits", done.stdout)
         self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
 
     def test_predicted_steps(self):

@@ -212,6 +212,7 @@ class Stages(Case):
             (dict(init=None), "--init-moments needs --init: the step of a run"),
             (dict(out=None), "--init-moments needs --out: the folder of the new stage"),
             (dict(init=self.data), f"--init-moments: --init {self.data}: its name is not step_ and 8 digits"),
+            (dict(init="nosuch"), "--init-moments: --init nosuch: No such file or directory"),
             (dict(init="old/step_00000007"), "--init-moments: --init old/step_00000007: old/step_00000007/manifest.json: No such file"),
             (dict(init="step_00000007"), "--init-moments: --init step_00000007: ./step_00000007/manifest.json: No such file"),
             (dict(dim=64, beta2=0.99, moments="bf16", balance="none", lr=1),
