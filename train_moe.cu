@@ -150,7 +150,8 @@ static void report(Run* r, int val, int asks) {
     r->fullest = report_load(&line, &s->model, (const int64_t*)fetch_end(r->load));
     runlog_number(&line, "mem_gib", (double)device_peak_memory() / 0x1p30);
     if (r->capacity > 0) runlog_number(&line, "capacity", r->capacity);
-    host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->pending * s->tokens_per_step, host_time());
+    host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", s->tokens_before + r->pending * s->tokens_per_step,
+                host_time());
     if (asks) evaluate_questions(&line, m, r->questions, r->question_files, r->tokenizer);
     if (r->stats && due(r->pending, s->stats_every))
         report_quantization(&line, m, (const QuantizationStats*)fetch_end(r->stats));

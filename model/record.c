@@ -24,8 +24,9 @@ char* record_json(const Settings* s) {
         free(quoted);
         free(text);
     }
-    host_append(&json, ", \"warmup-steps\": %.17g, \"updates-before\": %ld, \"fp4-rounding\": %d}", s->warmup_steps,
-                s->updates_before, FP4_ROUNDING);
+    host_append(&json,
+                ", \"warmup-steps\": %.17g, \"updates-before\": %ld, \"tokens-before\": %ld, \"fp4-rounding\": %d}",
+                s->warmup_steps, s->updates_before, s->tokens_before, FP4_ROUNDING);
     return json;
 }
 
@@ -134,14 +135,16 @@ void record_recall(const Json* record, bool stage, Settings* s) {
     s->warmup_steps = warmup ? warmup->number : settings_warmup(&was);
     s->steps_before = was.steps;
     s->updates_before = json_int(record, "updates-before", 0);
+    s->tokens_before = json_int(record, "tokens-before", 0);
     settings_free(&was);
 }
 
 // An option of another version that this one lacks must have been off.
 static void check_unknown(const Json* record, const char* folder) {
+    static const char* const others[] = {"warmup-steps", "updates-before", "tokens-before", "fp4-rounding"};
     for (const Json* o = record->child; o; o = o->next) {
-        bool known = strcmp(o->key, "warmup-steps") == 0 || strcmp(o->key, "updates-before") == 0 ||
-                     strcmp(o->key, "fp4-rounding") == 0;
+        bool known = false;
+        for (int i = 0; i < 4; i++) known |= strcmp(o->key, others[i]) == 0;
         for (int i = 0; i < settings_count; i++) known |= strcmp(o->key, settings_table[i].name) == 0;
         if (!known && o->number != 0)
             die(EXIT_USAGE, "the run in %s was made with --%s %g, which this version of train_moe does not have",

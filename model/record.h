@@ -17,6 +17,7 @@
 //
 //   warmup-steps     the steps of the warm-up
 //   updates-before   the updates of the stages before (--init-moments)
+//   tokens-before    the tokens of the stages before
 //   fp4-rounding     the revision of the rounding to four bits (mx/fp4.h); 1 in a record without it
 char* record_json(const Settings* settings);
 // The log's first line: the same, and "flops-per-token" (the numerator of MFU), "build", "host" (this one) and

@@ -62,10 +62,10 @@ typedef struct Settings {
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, scale_rule,
         stats_every;
     int64_t force_balance, overfit;
-    double warmup_steps;        // of --warmup when the run began; not an option
-    int64_t steps_before;       // --resume: --steps of the checkpoint; not an option
-    int64_t updates_before;     // --init-moments: updates of all stages before; not an option
-    char given[SETTINGS_MOST];  // by row of the table: 1 if the command line has the option
+    double warmup_steps;                    // of --warmup when the run began; not an option
+    int64_t steps_before;                   // --resume: --steps of the checkpoint; not an option
+    int64_t updates_before, tokens_before;  // --init-moments: of all stages before; not options
+    char given[SETTINGS_MOST];              // by row of the table: 1 if the command line has the option
 } Settings;
 
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;

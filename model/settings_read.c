@@ -157,6 +157,7 @@ Settings settings_read(Settings s, int ranks, const Json* record) {
     check_effect(&s);
     if (!record || stage) s.warmup_steps = settings_warmup(&s);
     if (stage) s.updates_before = json_int(stage, "updates", 0);
+    if (stage) s.tokens_before += json_int(stage, "step", 0) * json_int(record, "tokens-per-step", 0);
     find_tokenizer(&s, record != NULL, record || folder);
 
     // Checks.

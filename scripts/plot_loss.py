@@ -46,7 +46,8 @@ def tokens(log):
     per_step = finite(log.config.get("tokens-per-step")) or 0
     if per_step <= 0:
         fail(f"{log.path}: the configuration has no tokens-per-step, which --over tokens needs")
-    return [step * per_step for step in log.steps]
+    before = finite(log.config.get("tokens-before")) or 0  # of the stages before
+    return [before + step * per_step for step in log.steps]
 
 
 def horizontal(logs, over):

@@ -91,6 +91,8 @@ class Stages(Case):
         curves = [[[step[key] for key in keys] for step in curve(folder)] for folder in (out, whole)]
         self.assertEqual(curves[0], curves[1][STEPS:])
         self.assertEqual([step["step"] for step in curve(out)], list(range(1, steps + 1)))
+        tokens = [[step["tokens"] for step in read_log(folder)[1]] for folder in (out, whole)]
+        self.assertEqual(tokens[0], tokens[1][STEPS:])
         a, b = out / ("step_%08d" % steps), whole / ("step_%08d" % (STEPS + steps))
         self.assert_same_model(a, b)
         a, b = manifest(a), manifest(b)
@@ -190,7 +192,7 @@ class Stages(Case):
         rates = [1e-3 * (n / 4 if n <= 4 else (20 - n) / 16) for n in range(1, 21)]
         for step, rate in zip(steps, rates):
             self.assertAlmostEqual(step["lr"], rate, delta=1e-11)
-        self.assertEqual((steps[-1]["step"], steps[-1]["tokens"]), (20, 20 * 128))
+        self.assertEqual((steps[-1]["step"], steps[-1]["tokens"]), (20, 10 * 64 + 20 * 128))
         record = manifest(self.dir / "run/step_00000020")
         self.assertEqual((record["window"], record["updates"]), (20 * 128 // 16, 30))
         for options in (first, record["options"]):
@@ -201,8 +203,8 @@ class Stages(Case):
         done = self.stage("--optimizer", "adamw", "--steps", 3, out="third", init="run/step_00000020/")
         self.assertIn("optimizer  was muon: the AdamW moments of the matrices that Muon trains start at zero\n", done.stdout)
         record = manifest(self.dir / "third/step_00000003")
-        self.assertEqual([record["updates"], record["options"]["updates-before"], record["options"]["init"]],
-                         [33, 30, "run/step_00000020/"])
+        self.assertEqual([record["updates"], *(record["options"][name] for name in ("updates-before", "tokens-before", "init"))],
+                         [33, 30, 10 * 64 + 20 * 128, "run/step_00000020/"])
 
     def test_refused(self):
         """Each wrong use ends in one line and changes nothing."""

@@ -193,6 +193,12 @@ class PlotLoss(unittest.TestCase):
         left, width = float(box.get("x")) + 5, float(box.get("width")) - 10
         for x, step in zip(re.findall(r"[ML]([-\d.]+) ", curves[0]), (1, 2, 3, 4)):  # a step's own tokens count
             self.assertAlmostEqual(float(x), left + width * step / 4, delta=0.051)
+        # A stage goes on where the stages before it ended.
+        stage = self.log("stage", self.rows(4), config={"model": "tiny", "tokens-per-step": 4096, "tokens-before": 4 * 4096})
+        _, _, _, curves = self.plot(self.dir / "few/log.jsonl", stage, "--over", "tokens", "--smooth", 0)
+        for curve, before in zip(curves, (0, 4), strict=True):
+            for x, step in zip(re.findall(r"[ML]([-\d.]+) ", curve), (1, 2, 3, 4), strict=True):
+                self.assertAlmostEqual(float(x), left + width * (before + step) / 8, delta=0.051)
 
     def test_log_axis_and_range(self):
         _, texts, _, _ = self.plot(self.log("l", self.rows(100)), "--log-y")
