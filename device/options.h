@@ -1,8 +1,9 @@
 // Options as one table. The table drives the command line, --help, the printed configuration and the checkpoint's
 // record, so that these cannot differ. Values are members of a plain struct; the table has their offsets.
 //
-//   a row           {"run", "steps", OPTION_INT, offsetof(Settings, steps), "1000", 1, 1e9, NULL, OPTION_FREE, true,
-//   "updates in all"} command line    --steps 500, or --steps=500
+//   a row           {"run", "steps", OPTION_INT, offsetof(Settings, steps), "1000", 1, 1e9, NULL,
+//                    OPTION_FREE, true, "updates in all"}
+//   command line    --steps 500, or --steps=500
 //   --help          --steps N      updates in all [1000]
 //   configuration   run         steps 500
 //   record          "steps": 500

@@ -20,7 +20,7 @@ void experts_swiglu_forward(floatX* a, const floatX* h, Ragged ragged, int64_t F
 typedef struct ExpertsBackward {
     floatX* dh;                // (capacity, 2F)
     floatX* gated_a;           // (capacity, F): gate * a, for wgrad of W2
-    real* drow_gate;           // (capacity): <da', a>
+    real* drow_gate;           // (capacity): <da', a>; in parts from grouped_gemm_dgrad_swiglu
     const floatX* da_ungated;  // (capacity, F): da' = dy W2
     const floatX* h;           // (capacity, 2F)
 } ExpertsBackward;

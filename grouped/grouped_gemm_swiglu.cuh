@@ -7,7 +7,8 @@
 //              producer loads h there, 128 rows and 64 columns of gate and up each. The tile becomes dh and gate * a.
 //              The gate's gradient is a sum over the row: partial sums of 128 columns are stored, in a fixed order.
 //
-// The values are rounded to bf16 where the kernels of grouped/experts.cu read them. So the results are the same bits.
+// The values are rounded to bf16 where the kernels of grouped/experts.cu read them. So h, a, dh and gate * a have the
+// same bits. A gate's gradient is summed in another order, so its last bits differ.
 #pragma once
 
 #include "device/mma.cuh"

@@ -6,7 +6,7 @@ Unit* unit_begin(Model* m, int unit, int next) {
     // Waits for this unit's weights, and starts to gather the next unit's.
     weights_get(m->sharding, unit, m->ctx);
     weights_start(m->sharding, next);
-    // MXFP8 copies are made once for each version of the weights.
+    // Quantized copies are made once for each version of the weights.
     for (int i = 0; i < PARAMS; i++) {
         if (u->at[i] < 0) continue;
         Weight* w = &u->w[i];

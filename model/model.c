@@ -189,7 +189,7 @@ static void plan_params(Model* m) {
     }
     m->sharding = sharding_plan_slots(params, buffers, units, (int)m->config.L + 1);
     free(buffers);
-    // MXFP8 copies of the weights, and the optimizer's workspace.
+    // Quantized copies of the weights, and the optimizer's workspace.
     for (int u = 0; u < units; u++) plan_weights(m, &m->units[u]);
     if (m->layout.muon && !m->layout.frozen) muon_plan(&m->muon, m->units, &m->config, m->layout.ranks, params);
 }

@@ -96,7 +96,7 @@ typedef struct Step {
     StepInputs* inputs;
     StepState* state;
     int64_t* load;             // (L + mtp, E): tokens each expert got
-    int64_t* margins;          // (L + mtp, E, MARGIN_BINS): histograms; only with --balance quantile
+    int64_t* margins;          // (L + mtp, MARGIN_BINS, E): histograms; only with --balance quantile
     QuantizationStats* stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
     int measures;              // 1: this step fills stats; set before model_step_begin, cleared by model_update
     int first;                 // 1: its first micro-step
@@ -129,7 +129,7 @@ typedef struct Model {
     BlockSaved rebuilt;         // the memory that blocks share with --recompute block
     Output outputs[1 + MTP_MAX];
     Workspace work;
-    GemmWorkspace gemms;  // workspace shared by MXFP8 GEMMs
+    GemmWorkspace gemms;  // workspace shared by quantized GEMMs
 
     // MoE blocks.
     Pool* pool;  // their activations, a stack in forward order

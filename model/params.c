@@ -39,7 +39,7 @@ int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
     const int64_t KVA = c->kv_lora + c->rope, KV = c->H * (c->nope + c->v), O = c->H * c->v;
     // clang-format off
     const Param table[] = {
-        // id           units   rows              columns       start     by     MXFP8   log names           name, and that of the second half
+        // id           units   rows              columns       start     by     format  log names           name, and that of the second half
         {EMBED,        EMBEDS, V,                C,            NORMAL,   ADAMW, NEVER,  {NULL},             "model.embed_tokens.weight", NULL},
         {LM_HEAD,      HEAD,   V,                C,            NORMAL,   ADAMW, NEVER,  {NULL},             "lm_head.weight", NULL},
         {EH_PROJ,      MODULE, C,                2 * C,        NORMAL,   MUON,  NEVER,  {NULL},             "eh_proj.weight", NULL},

@@ -41,7 +41,7 @@ typedef enum ParamId {
 
 typedef enum { UNIT_EMBED, UNIT_DENSE, UNIT_MOE, UNIT_HEAD, UNIT_MODULE } UnitKind;
 typedef enum { NORMAL, RESIDUAL, ONE } ParamStart;   // params_init_unit
-typedef enum { NEVER, LINEAR, EXPERT } QuantizedBy;  // in MXFP8 by --linear-precision, by --expert-precision
+typedef enum { NEVER, LINEAR, EXPERT } QuantizedBy;  // by --linear-precision, by --expert-precision
 
 typedef struct Param {
     ParamId id;

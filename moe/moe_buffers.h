@@ -7,7 +7,7 @@
 // Rows have the memory that their format requires (linear/rows.h); `rows` in the comments is saved->ragged.capacity.
 typedef struct MoeForwardBuffers {
     AllToAll exchange;
-    Rows rows;           // (rows, max(C, F)): x; then the experts' outputs
+    Rows rows;           // (rows, max(C, F)): x, unless GEMMs gather it; then the experts' outputs
     Rows act;            // (rows, F)
     floatX* shared_act;  // (N, shared_F)
 } MoeForwardBuffers;
@@ -15,7 +15,7 @@ typedef struct MoeForwardBuffers {
 // dact, act and dh serve the shared MLP first: (N, shared_F), (N, shared_F), (N, 2 shared_F).
 typedef struct MoeBackwardBuffers {
     AllToAll exchange, again;  // all-to-all buffers of dy; of x with recompute
-    Rows rows;                 // (rows, C): x or dy
+    Rows rows;                 // (rows, C): x or dy, unless GEMMs gather it
     Rows channels;             // packed wgrad: x or dy, quantized along tokens
     floatX *dact, *act, *dh;  // (rows, max(C, F)): da', then dx; (rows, F): gate * a; (rows, 2F): dh, maybe column-wise
     Rows dh_quantized;        // (rows, 2F): dh, quantized; packed wgrad: then gate * a or dh, along tokens

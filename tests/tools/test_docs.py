@@ -57,6 +57,14 @@ class Docs(unittest.TestCase):
                 if kind == "c":
                     self.assertTrue(text in (ROOT / name).read_text("utf-8"), f"{page.name} quotes of {name} what is not there:\n{text}")
 
+    def test_quoted_lines(self):
+        """The output of a failed test names the line of its check: with the condition, or with the values of CHECK_GRADIENT."""
+        quoted = [found for page in PAGES for _, text in fences(page) for found in re.findall(r"(?m)^ *([\w/]+\.(?:c|cu)):(\d+): (.*)", text)]
+        self.assertGreater(len(quoted), 2)
+        for name, number, said in quoted:
+            line, (condition, values) = (ROOT / name).read_text().splitlines()[int(number) - 1], said.split(": ")[:2]
+            self.assertTrue(condition in line or values.split()[0] in line, f"{name}:{number}: {said}\nis not of\n{line}")
+
     def test_links(self):
         for page in [*PAGES, *(ROOT / "bench").glob("*.md")]:
             for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
