@@ -50,8 +50,8 @@ const char* shards_shared(const Shards* shards, const Shards* others);
 // same data.
 uint32_t shards_hash(const Shards* shards);
 
-// The same, and over some windows of the set, evenly spread: ranks compare it, as a copy may lack a part of its
-// contents.
+// The same, and over 64 windows, evenly spread over all shards from the first window to the last: ranks compare it, as
+// a copy may lack a part of its contents. Tokens between these windows may differ.
 uint32_t shards_sample(const Shards* shards);
 
 // Reads window `index` (0 .. windows - 1, in file order): input[t] = token t, target[t] = token t + 1. Every id is
