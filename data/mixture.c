@@ -1,5 +1,6 @@
 #include "data/mixture.h"
 
+#include <ctype.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -7,63 +8,149 @@
 #include "data/shards.h"
 #include "device/check.h"
 
-// The colon that ends the pattern at `text`, with its weight and the end of that; NULL: there is none.
-static const char* find_weight(const char* text, double* weight, char** end) {
+typedef __int128 Wide;  // products of two int64_t
+
+static const int64_t MOST_PARTS = (int64_t)1 << 62;
+
+// ---- Text
+
+// The colon that ends the pattern at `text`, with the end of its weight; NULL: there is none.
+static const char* find_weight(const char* text, char** end) {
     for (const char* colon = strchr(text, ':'); colon; colon = strchr(colon + 1, ':')) {
-        *weight = strtod(colon + 1, end);
+        strtod(colon + 1, end);
         if (*end > colon + 1 && (**end == ',' || !**end)) return colon;
     }
     return NULL;
 }
 
-// Which set has each place of a period: of those whose next window may be there, the one with the earliest deadline.
-static void fill_places(Mixture* m) {
-    int64_t taken[MIXTURE_SETS] = {0};
-    m->places = (MixturePlace*)host_alloc((size_t)m->period * sizeof(MixturePlace));
-    for (int64_t n = 0; n < m->period; n++) {
-        int64_t earliest = INT64_MAX;
-        int next = 0;
-        for (int k = 0; k < m->count; k++) {
-            const int64_t part = m->sets[k].part, deadline = ceil_div((taken[k] + 1) * m->period, part);
-            if (taken[k] * m->period / part <= n && deadline < earliest) earliest = deadline, next = k;
-        }
-        const MixturePlace place = {next, (int32_t)taken[next]++};
-        m->places[n] = place;
+// A weight in units of 10^-18. 0: it is not a positive number below 10^19, of digits down to this unit.
+static Wide read_weight(const char* at, char* end) {
+    const double value = strtod(at, NULL);
+    const char* point = NULL;
+    Wide number = 0;
+    if (!(value > 0 && value < 1e19)) return 0;
+    for (; isdigit((unsigned char)*at) || (*at == '.' && !point); at++) {
+        if (*at == '.') point = at;
+        if (*at != '.') number = 10 * number + (*at - '0');
+        if (number >> 120) return 0;  // one digit more, and it would not fit
     }
+    int64_t power = point ? point + 19 - at : 18;
+    if (*at == 'e' || *at == 'E') power += strtol(at + 1, (char**)&at, 10);
+    for (; power > 0; power--) number *= 10;
+    for (; power < 0 && number % 10 == 0; power++) number /= 10;
+    return power == 0 && at == end ? number : 0;
 }
+
+static Wide gcd(Wide a, Wide b) { return b ? gcd(b, a % b) : a; }
 
 Mixture mixture_parse(const char* option, const char* text) {
     Mixture m = {.count = 0};
-    double weight;
+    Wide weights[MIXTURE_SETS] = {1}, sum = 0, factor = 0;
     char* end;
-    const bool weighted = find_weight(text, &weight, &end) != NULL;
+    const bool weighted = find_weight(text, &end) != NULL;
     for (const char* at = text; at; at = *end ? end + 1 : NULL) {
         // A pattern and its weight. A text without weights is one pattern.
-        const char* colon = weighted ? find_weight(at, &weight, &end) : (end = (char*)strchr(text, 0));
+        const int k = m.count++;
+        const char* colon = weighted ? find_weight(at, &end) : (end = (char*)strchr(text, 0));
         if (weighted && (!colon || colon == at))
             die(EXIT_USAGE, "%s: '%s' has no %s: each set is GLOB:WEIGHT, with commas between them", option, at,
                 colon ? "pattern" : "weight");
-        MixtureSet set = {.pattern = host_format("%.*s", (int)(colon - at), at), .part = 1};
-        if (weighted) set.part = (int64_t)fmin(fmax(round(1000 * weight), 0), MIXTURE_PERIOD + 1);
-        m.period += set.part;
-        if (set.part < 1 || m.period > MIXTURE_PERIOD || m.count == MIXTURE_SETS)
-            die(EXIT_USAGE, "%s: '%s': weights are at least 0.001, and together at most %d, of at most %d sets", option,
-                at, MIXTURE_PERIOD / 1000, MIXTURE_SETS);
-        m.sets[m.count++] = set;
+        if (k == MIXTURE_SETS) die(EXIT_USAGE, "%s: more than %d sets", option, MIXTURE_SETS);
+        if (weighted) weights[k] = read_weight(colon + 1, end);
+        if (weights[k] == 0)
+            die(EXIT_USAGE, "%s: '%.*s': a weight is a positive number below 1e19, with at most 18 decimals", option,
+                (int)(end - at), at);
+        m.sets[k].pattern = host_format("%.*s", (int)(colon - at), at);
+        sum += weights[k];
+        factor = gcd(weights[k], factor);
     }
-    fill_places(&m);
+    // Whole numbers without a common factor.
+    if (sum / factor > MOST_PARTS)
+        die(EXIT_USAGE,
+            "%s: the weights have too many digits: as whole numbers they add up to more than %ld; round them", option,
+            MOST_PARTS);
+    m.parts = (int64_t)(sum / factor);
+    for (int k = 0; k < m.count; k++) m.sets[k].part = (int64_t)(weights[k] / factor);
     return m;
 }
 
 void mixture_free(Mixture* m) {
     for (int k = 0; k < m->count; k++) free(m->sets[k].pattern);
-    free(m->places);
 }
 
-int64_t mixture_window(const Mixture* m, uint64_t seed, int64_t w) {
-    const MixturePlace* place = &m->places[w % m->period];
-    const MixtureSet* set = &m->sets[place->set];
-    // Windows of the set that come before, over all its epochs.
-    const int64_t i = w / m->period * set->part + place->index;
-    return set->first + shards_permute(seed, i / set->windows, i % set->windows, set->windows);
+// ---- Order
+
+struct MixtureWalk {
+    const Mixture* mixture;
+    int64_t span, at;
+    // Windows of each set before window `at` of the run, and before the next multiple of the span.
+    int64_t taken[MIXTURE_SETS], goal[MIXTURE_SETS];
+};
+
+// The set in `of` with the earliest window: by the release of its next one if `more` is 0, by the deadline if 1.
+static int earliest(const Mixture* m, const bool* of, const int64_t* taken, int more) {
+    int first = -1;
+    for (int k = 0; k < m->count; k++)
+        if (of[k] && (first < 0 ||
+                      (Wide)(taken[k] + more) * m->sets[first].part < (Wide)(taken[first] + more) * m->sets[k].part))
+            first = k;
+    ASSERT(first >= 0);
+    return first;
+}
+
+// The windows of each set before n, a multiple of the span: two-way rounding.
+static void count_windows(const Mixture* m, int64_t n, int64_t* taken) {
+    bool later[MIXTURE_SETS], open[MIXTURE_SETS] = {false};
+    Wide sum = 0;
+    for (int k = 0; k < m->count; k++) {
+        taken[k] = (int64_t)((Wide)n * m->sets[k].part / m->parts);
+        later[k] = true;
+    }
+    // Sets join by the release of their open window. Whenever the sum of their fractions passes a whole number, the
+    // earliest deadline of them is rounded up.
+    for (int i = 0; i < m->count; i++) {
+        const int next = earliest(m, later, taken, 0);
+        later[next] = false;
+        open[next] = true;
+        sum += (Wide)n * m->sets[next].part % m->parts;
+        if (sum < m->parts) continue;
+        sum -= m->parts;
+        const int due = earliest(m, open, taken, 1);
+        open[due] = false;
+        taken[due]++;
+    }
+}
+
+// The set of window `at`: the earliest deadline of those that may have it and have not reached their goal.
+static int next_set(MixtureWalk* walk) {
+    const Mixture* m = walk->mixture;
+    bool may[MIXTURE_SETS];
+    if (walk->at % walk->span == 0) count_windows(m, walk->at + walk->span, walk->goal);
+    walk->at++;
+    for (int k = 0; k < m->count; k++)
+        may[k] = walk->taken[k] < walk->goal[k] && (Wide)walk->taken[k] * m->parts < (Wide)walk->at * m->sets[k].part;
+    const int due = earliest(m, may, walk->taken, 1);
+    walk->taken[due]++;
+    return due;
+}
+
+MixtureWalk* mixture_walk(const Mixture* m) {
+    MixtureWalk* walk = (MixtureWalk*)host_alloc(sizeof(MixtureWalk));
+    walk->mixture = m;
+    for (int k = 0; k < m->count; k++) walk->span = max_i64(walk->span, ceil_div(m->parts, m->sets[k].part));
+    walk->at = -walk->span;  // so that any first window begins a span
+    return walk;
+}
+
+int64_t mixture_window(MixtureWalk* walk, uint64_t seed, int64_t w) {
+    if (w < walk->at || w - walk->at >= walk->span) {
+        walk->at = w - w % walk->span;
+        count_windows(walk->mixture, walk->at, walk->taken);
+    }
+    while (walk->at < w) next_set(walk);
+    const int k = next_set(walk);
+    const MixtureSet* set = &walk->mixture->sets[k];
+    const int64_t i = walk->taken[k] - 1, windows = set->windows;  // number i of the set, over all its epochs
+    // The number of the set is in the bits above all seeds: sets of one size have other orders.
+    return set->first + shards_permute(seed ^ (uint64_t)k << 56, i / windows, i % windows, windows);
 }

@@ -131,6 +131,7 @@ Shards* shards_open(const char* option, const char* text, int64_t T) {
     s->option = option;
     s->T = T;
     s->mixture = mixture_parse(option, text);
+    if (s->mixture.count > 1) s->hash = MIXTURE_ORDER;  // no version of another order takes the run for its own
     for (int k = 0; k < s->mixture.count; k++) open_set(s, &s->mixture.sets[k]);
     return s;
 }
@@ -291,42 +292,48 @@ struct Loader {
     int64_t batch;
     int32_t V;
     LoaderOrder order;
-    int32_t *input, *target;  // (batch, T) each, in one allocation
+    MixtureWalk *walk, *ahead;  // to the windows that are read, and to those that are prefetched
+    int32_t *input, *target;    // (batch, T) each, in one allocation
 };
 
 Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder order) {
     ASSERT(batch > 0 && order.first >= 0 && order.stride >= 0 && order.wrap >= 0);
     Loader* loader = (Loader*)host_alloc(sizeof(Loader));
+    MixtureWalk *walk = mixture_walk(&shards->mixture), *ahead = mixture_walk(&shards->mixture);
     int32_t* tokens = (int32_t*)host_alloc((size_t)(2 * batch * shards->T) * sizeof(int32_t));
-    const Loader start = {shards, batch, V, order, tokens, tokens + batch * shards->T};
+    const Loader start = {shards, batch, V, order, walk, ahead, tokens, tokens + batch * shards->T};
     *loader = start;
     return loader;
 }
 
 void loader_stop(Loader* loader) {
+    free(loader->walk);
+    free(loader->ahead);
     free(loader->input);
     free(loader);
 }
 
 // The window of the shards that is row b of micro-batch n.
-static int64_t window_of(const Loader* loader, int64_t n, int64_t b) {
+static int64_t window_of(const Loader* loader, MixtureWalk* walk, int64_t n, int64_t b) {
     // w counts windows of the run over all epochs. A wrap makes the run repeat its first windows.
     int64_t w = loader->order.first + n * loader->order.stride + b;
     if (loader->order.wrap > 0) w %= loader->order.wrap;
-    return mixture_window(&loader->shards->mixture, loader->order.seed, w);
+    return mixture_window(walk, loader->order.seed, w);
 }
 
 void loader_read(Loader* loader, int64_t n, const int32_t** input, const int32_t** target) {
     const Shards* s = loader->shards;
-    for (int64_t b = 0; b < loader->batch; b++)
-        shards_read(s, window_of(loader, n, b), loader->V, loader->input + b * s->T, loader->target + b * s->T);
+    for (int64_t b = 0; b < loader->batch; b++) {
+        const int64_t window = window_of(loader, loader->walk, n, b);
+        shards_read(s, window, loader->V, loader->input + b * s->T, loader->target + b * s->T);
+    }
     *input = loader->input;
     *target = loader->target;
 
     // Prefetch: the kernel reads the next micro-batch while this one is used.
     for (int64_t b = 0; b < loader->batch; b++) {
         int64_t start;
-        const Shard* shard = shard_of(s, window_of(loader, n + 1, b), &start);
+        const Shard* shard = shard_of(s, window_of(loader, loader->ahead, n + 1, b), &start);
         posix_fadvise(shard->fd, start, (s->T + 1) * shard->token_bytes, POSIX_FADV_WILLNEED);
     }
 }

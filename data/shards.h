@@ -46,7 +46,7 @@ const Mixture* shards_mixture(const Shards* shards);
 // The path of a file of `shards` that `others` have too, by whatever name or pattern; NULL: none.
 const char* shards_shared(const Shards* shards, const Shards* others);
 
-// CRC-32 (zlib) over names (without folder), sizes and headers, and the shares of several sets: equal for runs on the
+// CRC-32 (zlib) over names (without folder), sizes and headers, and the parts of several sets: equal for runs on the
 // same data.
 uint32_t shards_hash(const Shards* shards);
 

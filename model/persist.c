@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "data/mixture.h"
 #include "device/check.h"
 #include "device/files.h"
 #include "model/record.h"
@@ -85,7 +86,7 @@ static int64_t window_after(const Model* m, int64_t step) {
 }
 
 void model_save(Model* m, Saver* saver, int64_t step, DataHash data, const StepState* state) {
-    CheckpointRecord record = {step, window_after(m, step), state->updates, data.shards, data.tokenizer};
+    CheckpointRecord record = {step, window_after(m, step), state->updates, data.shards, data.tokenizer, MIXTURE_ORDER};
     int count;
     CheckpointFile* files = model_files(m, m->settings.optimizer, &count);
     char* options = record_json(&m->settings);
@@ -94,9 +95,19 @@ void model_save(Model* m, Saver* saver, int64_t step, DataHash data, const StepS
     model_files_free(files, count);
 }
 
-// Options and data must be the same as in the run that saved.
+// Options, data and their order must be the same as in the run that saved.
 static void check_record(const Model* m, const Json* manifest, DataHash data) {
-    record_check(json_get(manifest, "options"), false, &m->settings);
+    const Json* options = json_get(manifest, "options");
+    record_check(options, false, &m->settings);
+    const int64_t order = json_int(manifest, "mixture_order", 1);
+    const char* train = json_text(options, "train");
+    Mixture mixture = mixture_parse("--train", train ? train : "");
+    if (mixture.count > 1 && order != MIXTURE_ORDER)
+        die(EXIT_USAGE,
+            "the run in %s has a mixture in the order of another version of train_moe (%ld, here %d): go on with that "
+            "version, or begin a new stage with --init %s --init-moments",
+            m->settings.out, order, MIXTURE_ORDER, m->settings.out);
+    mixture_free(&mixture);
     if (json_int(manifest, "data_hash", -1) != (int64_t)data.shards)
         die(EXIT_USAGE,
             "--train names other shards than the run in %s was made with (names, sizes, headers or weights differ)",

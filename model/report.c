@@ -97,7 +97,7 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
            shards == 1 ? "" : "s", shards_tokens(train), windows, s->seq_len, epochs, s->steps, s->tokens_per_step);
     for (int k = 0; k < mixture->count && mixture->count > 1; k++) {
         const MixtureSet* set = &mixture->sets[k];
-        const double share = (double)set->part / (double)mixture->period;
+        const double share = (double)set->part / (double)mixture->parts;
         char* shown = host_printable(set->pattern, strlen(set->pattern), "");
         printf("           %.4g %% from %s: %ld windows (%.3g epochs)\n", 100 * share, shown, set->windows,
                share * epochs * (double)windows / (double)set->windows);

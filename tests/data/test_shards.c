@@ -90,6 +90,32 @@ static void test_shards_hash(void) {
     shards_close(s);
 }
 
+// Sets of a mixture: a_0 and a_1 with 4 and 2 windows, b_0 with 3; ids from 1000, 2000, 3000.
+static Shards* open_mixture(const char* weight_a, const char* weight_b) {
+    remove_matching("*.bin");
+    write_shard("a_0.bin", false, 4 * T + 1, 1000, 0, 0);
+    write_shard("a_1.bin", true, 2 * T + 1, 2000, 0, 0);
+    write_shard("b_0.bin", false, 3 * T + 1, 3000, 0, 0);
+    char* text = host_format("%s/a_*.bin:%s,%s/b_*.bin:%s", folder, weight_a, folder, weight_b);
+    Shards* s = shards_open("--train", text, T);
+    free(text);
+    return s;
+}
+
+// Equal ratios are the same data.
+static void test_shards_hash_of_mixtures(void) {
+    const char* const weights[][2] = {
+        {"0.7", "0.3"}, {"70", "30"}, {"1400000000", "6e8"}, {"0.3", "0.7"}, {"0.7", "0.2999"}};
+    uint32_t hash[5];
+    for (int i = 0; i < 5; i++) {
+        Shards* s = open_mixture(weights[i][0], weights[i][1]);
+        hash[i] = shards_hash(s);
+        shards_close(s);
+    }
+    CHECK(hash[0] == hash[1] && hash[0] == hash[2], "%08x %08x %08x", hash[0], hash[1], hash[2]);
+    CHECK(hash[0] != hash[3] && hash[0] != hash[4], "%08x %08x %08x", hash[0], hash[3], hash[4]);
+}
+
 static void test_shards_many(void) {
     for (int i = 0; i < 40; i++) {
         char name[32];
@@ -347,6 +373,29 @@ static void test_loader_wrap(void) {
     shards_close(s);
 }
 
+// The loader of a mixture reads the windows that a walk finds, wherever it begins and with repeated ones.
+static void test_loader_mixture(void) {
+    Shards* s = open_mixture("0.9995", "0.0005");
+    enum { BATCH = 4, CALLS = 30 };
+    const LoaderOrder orders[] = {order_of(0, BATCH, 0), order_of(1990, 3 * BATCH, 0), order_of(4, 2 * BATCH, 24)};
+    for (int i = 0; i < 3; i++) {
+        int32_t got[CALLS * BATCH];
+        int differ = 0;
+        collect(s, BATCH, orders[i], CALLS, got);
+        for (int n = 0; n < CALLS * BATCH; n++) {
+            int64_t w = orders[i].first + n / BATCH * orders[i].stride + n % BATCH;
+            if (orders[i].wrap) w %= orders[i].wrap;
+            MixtureWalk* walk = mixture_walk(shards_mixture(s));
+            int32_t input[T], target[T];
+            shards_read(s, mixture_window(walk, 99, w), BIG, input, target);
+            differ += got[n] != input[0];
+            free(walk);
+        }
+        CHECK(differ == 0, "order %d: %d differ", i, differ);
+    }
+    shards_close(s);
+}
+
 // With V 70000 the windows 4 and 5 of the set are bad. How many windows of the run come before the first of them:
 static int windows_before_bad(void) {
     int w = 0;
@@ -383,6 +432,7 @@ int main(void) {
     make_folder("test_shards");
     RUN(test_shards_windows);
     RUN(test_shards_hash);
+    RUN(test_shards_hash_of_mixtures);
     RUN(test_shards_many);
     RUN(test_shards_refused);
     RUN(test_shards_bad_ids);
@@ -392,6 +442,7 @@ int main(void) {
     RUN(test_loader_epochs);
     RUN(test_loader_ranks);
     RUN(test_loader_wrap);
+    RUN(test_loader_mixture);
     RUN(test_loader_bad_ids);
     remove_matching("");
     return test_summary();

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
 """Runs on a data mixture: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_mixture.py
 
-With constant weights each window has a loss of its own, which names it in the log. The oracle of a set's order is a run on
-that set alone.
+With constant weights each window has a loss of its own, which names it in the log. A run on a set alone shows the losses of its
+windows.
 """
 import pathlib
 import re
 import shutil
 import sys
+from fractions import Fraction
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import (Case, PROGRAM, checkpoints, command, curve, main, manifest, text, write_shard, write_tokenizer)  # noqa: E402
+from cli import (Case, PROGRAM, checkpoints, command, curve, main, manifest, seal_manifest, text, write_shard, write_tokenizer)  # noqa: E402
 from run import mpirun  # noqa: E402
 
 CUDA = pathlib.Path(PROGRAM).parent.name == "cuda"
@@ -30,35 +31,65 @@ class Mixtures(Case):
             # Two shards a set; the second has one window.
             write_shard(cls.folder_of_sets / f"{name}_train_000000.bin", text((windows - 1) * 32 + 1, 20 + seed))
             write_shard(cls.folder_of_sets / f"{name}_train_000001.bin", text(33, 30 + seed))
-        cls.mix = ",".join(f"{cls.folder_of_sets}/{name}_*.bin:{weight}" for name, (_, weight) in SETS.items())
+        cls.mix = cls.mixture(*(weight for _, weight in SETS.values()))
+        cls.found = None
+
+    @classmethod
+    def mixture(cls, *weights):
+        return ",".join(f"{cls.folder_of_sets}/{name}_*.bin:{weight}" for name, weight in zip(SETS, weights))
 
     def losses(self, out="run", steps=STEPS, **options):
         self.train(out=out, steps=steps, **{**STILL, **options})
         return [step["loss"] for step in curve(self.dir / out)]
 
-    def expected(self):
-        """The set of each window by its loss, and the losses of each set in the order of a run on it alone."""
-        alone = {name: self.losses(out=f"alone_{name}", train=f"{self.folder_of_sets}/{name}_*.bin") for name in SETS}
-        name_of = {loss: name for name in SETS for loss in alone[name]}
+    def windows(self):
+        """The losses of each set's windows in the order of a run on it alone, and the set of each loss."""
+        if not self.found:
+            alone = {name: self.losses(out=f"alone_{name}", steps=windows, train=f"{self.folder_of_sets}/{name}_*.bin")
+                     for name, (windows, _) in SETS.items()}
+            type(self).found = alone, {loss: name for name in SETS for loss in alone[name]}
+        alone, name_of = self.found
         self.assertEqual(len(name_of), sum(windows for windows, _ in SETS.values()))
-        return name_of, alone
+        return alone, name_of
+
+    def check_shares(self, got, weights):
+        """After each window of the losses `got` every set has its share, to less than one window. Each epoch of a set has every
+        window of it once. Returns the losses of each set."""
+        _, name_of = self.windows()
+        share = {name: Fraction(weight) / sum(map(Fraction, weights)) for name, weight in zip(SETS, weights)}
+        mine = {name: [] for name in SETS}
+        for n, loss in enumerate(got, 1):
+            mine[name_of[loss]].append(loss)
+            for name in SETS:
+                self.assertLess(abs(len(mine[name]) - n * share[name]), 1, f"set {name} after {n} windows")
+        for name, (windows, _) in SETS.items():
+            for epoch in range(0, len(mine[name]) - windows + 1, windows):
+                self.assertEqual(len(set(mine[name][epoch:epoch + windows])), windows)
+        return mine
 
     def test_shares_and_epochs(self):
-        name_of, alone = self.expected()
-        got = self.losses(train=self.mix)
-        counts = dict.fromkeys(SETS, 0)
-        for n, loss in enumerate(got, 1):
-            name = name_of[loss]
-            self.assertEqual(loss, alone[name][counts[name]], f"window {n}")
-            counts[name] += 1
-            for other, (_, weight) in SETS.items():
-                self.assertLess(abs(counts[other] - n * weight), 1, f"set {other} after {n} windows")
-        self.assertEqual(counts, {"a": 30, "b": 12, "c": 18})
-        # No window of a set repeats before its epoch ends.
-        for name, (windows, _) in SETS.items():
-            mine = [loss for loss in got if name_of[loss] == name]
-            for epoch in range(0, len(mine) - windows + 1, windows):
-                self.assertEqual(len(set(mine[epoch:epoch + windows])), windows)
+        mine = self.check_shares(self.losses(train=self.mix), ("0.5", "0.2", "0.3"))
+        alone, _ = self.windows()
+        self.assertEqual({name: len(losses) for name, losses in mine.items()}, {"a": 30, "b": 12, "c": 18})
+        # The first set has the order of a run on it alone, any other an order of its own.
+        self.assertEqual(mine["a"][:7], alone["a"])
+        self.assertNotEqual(mine["c"][:11], alone["c"])
+
+    def test_weights(self):
+        """Shares are exact for small weights, many digits and counts of tokens."""
+        for steps, *weights in ((1500, "1", "0.0014", "0.03"), (150, "120000000", "51428571", "1234567"),
+                                (150, "1.5e12", "3e9", "700000000001"), (150, "0.30000000000000004", "0.1", "0.59999999999999998"),
+                                (20, "1000000000000000000", "1", "1")):
+            with self.subTest(weights):
+                self.check_shares(self.losses(out=f"run_{weights[0]}", steps=steps, train=self.mixture(*weights)), weights)
+
+    def test_sets_of_one_size(self):
+        """Sets with as many windows have other orders: a copy of a set never meets it in a batch."""
+        for name in ("one", "two"):
+            write_shard(self.dir / f"{name}.bin", text(40 * 32 + 1))
+        got = self.losses(steps=80, train="one.bin:1,two.bin:1")
+        pairs = sum(got[i] == got[i + 1] for i in range(0, 80, 2))
+        self.assertLess(pairs, 8, "pairs of windows that are the same")
 
     def test_layouts(self):
         """The windows of a step are the same for any batch, number of micro-steps and ranks."""
@@ -105,7 +136,8 @@ class Mixtures(Case):
             shutil.copy(path, self.dir)
         self.train(out="run", **options)
         self.assertEqual(manifest(self.dir / "run/step_00000003")["options"]["train"], options["train"])
-        for other in ("a_*.bin:0.5,b_*.bin:0.4", "b_*.bin:0.5,a_*.bin:0.5", "[ab]_*.bin", "a_*.bin:0.5,c_*.bin:0.5"):
+        self.train(out="run", resume=True, train="a_*.bin:7e10,b_*.bin:70000000000", steps=3)  # the same ratio
+        for other in ("a_*.bin:0.5,b_*.bin:0.4", "a_*.bin:0.5,b_*.bin:0.50000001", "b_*.bin:0.5,a_*.bin:0.5", "[ab]_*.bin", "a_*.bin:0.5,c_*.bin:0.5"):
             self.refused(2, "--train names other shards than the run in run was made with (names, sizes, headers or weights differ)",
                          out="run", resume=True, train=other, steps=4)
         (self.dir / "moved").mkdir()
@@ -115,6 +147,30 @@ class Mixtures(Case):
         self.call([PROGRAM, "--out", "next", "--init", "run", "--init-moments", "--train", "moved/a_*.bin:1,moved/c_*.bin:3",
                    "--steps", 2])
         self.assertEqual(checkpoints(self.dir / "next"), ["step_00000002"])
+
+    def test_equal_ratios(self):
+        """Weights in the same ratios are the same data."""
+        whole = self.reference(20, train=self.mix)
+        self.train(out="run", steps=7, train=self.mix)
+        self.train(out="run", resume=True, steps=20, train=self.mixture(50, 20, 30))
+        self.assert_same_run(self.dir / "run", whole, 20)
+
+    def test_another_order(self):
+        """A mixture of a version with another order is refused by name; the order of one set has not changed."""
+        self.train(out="mix", train=self.mix, steps=4)
+        self.train(out="one", steps=10)
+        for order in (None, 3):
+            for name in ("mix", "one"):
+                step, = self.copy_of(self.dir / name, f"{name}_{order}").glob("step_*")
+                record = manifest(step)
+                self.assertEqual(record.pop("mixture_order"), 2)
+                seal_manifest(step, record if order is None else {"mixture_order": order, **record})
+            for train in (self.mix, self.mixture(50, 20, 30)):
+                self.refused(2, f"the run in mix_{order} has a mixture in the order of another version of train_moe ({order or 1}, here 2)",
+                             out=f"mix_{order}", resume=True, steps=5, train=train)
+            self.train(out=f"one_{order}", resume=True, steps=20)
+            self.assert_same_run(self.dir / f"one_{order}", self.reference(), 20)
+        self.call([PROGRAM, "--out", "next", "--init", "mix_None", "--init-moments", "--steps", 2])
 
     def test_names_with_colons_and_commas(self):
         for name in ("a,b", "c:d", "e:1"):
@@ -126,24 +182,32 @@ class Mixtures(Case):
         self.train(train="f?0.5", steps=1)
 
     def test_refused(self):
+        for i in range(65):
+            write_shard(self.dir / f"{i}_0.bin", text(40, i))
         write_shard(self.dir / "a_0.bin", text(200))
+        write_shard(self.dir / "b_0.bin", text(200))
         write_shard(self.dir / "short_0.bin", text(20))
+        many = [f"{i}_*.bin:1" for i in range(65)]
+        number = "a weight is a positive number below 1e19, with at most 18 decimals"
+        digits = "--train: the weights have too many digits: as whole numbers they add up to more than 4611686018427387904; round them"
         for code, train, words in (
             (2, "a_*.bin:0.7,b_*.bin", "--train: 'b_*.bin' has no weight: each set is GLOB:WEIGHT, with commas between them"),
             (2, "a_*.bin:0.7,", "--train: '' has no weight"),
             (2, "a_*.bin:1,:2", "--train: ':2' has no pattern"),
-            (2, "a_*.bin:1,a_*.bin:0", "--train: 'a_*.bin:0': weights are at least 0.001, and together at most 1000, of at most 64 sets"),
-            (2, "a_*.bin:-1", "weights are at least 0.001"), (2, "a_*.bin:nan", "weights are at least 0.001"),
-            (2, "a_*.bin:inf", "together at most 1000"), (2, "a_*.bin:999,a_*.bin:2", "together at most 1000"),
-            (2, ",".join(["a_*.bin:1"] * 65), "of at most 64 sets"),
-            (1, "a_*.bin:1,none_*.bin:1", "--train: no file matches 'none_*.bin'"),
+            (2, "a_*.bin:0,b_*.bin:1", f"--train: 'a_*.bin:0': {number}\n"), (2, "a_*.bin:-1", number), (2, "a_*.bin:nan", number),
+            (2, "a_*.bin:inf", number), (2, "a_*.bin:0x1p3", number), (2, "a_*.bin:1e-999999999999999999999", number),
+            (2, "a_*.bin:0.1234567890123456789", number), (2, "a_*.bin:1e19", number), (2, f"a_*.bin:1{'0' * 50}", number),
+            (2, f"a_*.bin:0.5{'0' * 50}", number), (2, "a_*.bin:+1", number), (2, "a_*.bin: 1", number),
+            (2, "a_*.bin:1e18,b_*.bin:0.1", digits), (2, "a_*.bin:4611686018427387904,b_*.bin:1", digits),
+            (2, ",".join(many), "--train: more than 64 sets"),
+            (1, "a_*.bin:1,none_*.bin:1", "--train: no file matches 'none_*.bin'; scripts/prepare_text.py"),
             (1, "a_*.bin:1,short_*.bin:1", "--train: no shard of 'short_*.bin' holds a window of 33 tokens (--seq-len 32 and one more): "
              "the longest of 1 has 20"),
         ):
             with self.subTest(train):
                 self.refused(code, words, train=train, out="run", steps=1)
-        self.refused(2, "--val takes no weights", val="a_*.bin:1,a_*.bin:1", out="run", steps=1)
-        self.train(train=",".join(["a_*.bin:1"] * 64), steps=1)
+        self.refused(2, "--val takes no weights", val="a_*.bin:1,b_*.bin:1", out="run", steps=1)
+        self.train(train=",".join(many[:64]), steps=1)
 
     def test_tokenizers(self):
         """The tokenizer is that of the first set; a set of another one, in size or in contents, is refused."""
