@@ -52,14 +52,15 @@ Mixture mixture_parse(const char* option, const char* text) {
         // A pattern and its weight. A text without weights is one pattern.
         const int k = m.count++;
         const char* colon = weighted ? find_weight(at, &end) : (end = (char*)strchr(text, 0));
+        const int length = colon ? (int)(end - at) : (int)strlen(at);
         if (weighted && (!colon || colon == at))
-            die(EXIT_USAGE, "%s: '%s' has no %s: each set is GLOB:WEIGHT, with commas between them", option, at,
-                colon ? "pattern" : "weight");
+            die(EXIT_USAGE, "%s: '%.*s' has no %s: each set is GLOB:WEIGHT, with commas between them", option, length,
+                at, colon ? "pattern" : "weight");
         if (k == MIXTURE_SETS) die(EXIT_USAGE, "%s: more than %d sets", option, MIXTURE_SETS);
         if (weighted) weights[k] = read_weight(colon + 1, end);
         if (weights[k] == 0)
             die(EXIT_USAGE, "%s: '%.*s': a weight is a positive number below 1e19, with at most 18 decimals", option,
-                (int)(end - at), at);
+                length, at);
         m.sets[k].pattern = host_format("%.*s", (int)(colon - at), at);
         sum += weights[k];
         factor = gcd(weights[k], factor);

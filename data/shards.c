@@ -23,6 +23,7 @@ enum { MAGIC_U16 = 20240520, VERSION_U16 = 1, MAGIC_U32 = 20240801, VERSION_U32 
 typedef struct Shard {
     char* path;
     int fd;
+    struct stat status;    // its device and inode identify the file, whatever its path
     int token_bytes;       // 2 or 4
     int64_t tokens;        // tokens in the file, not only those in windows
     int64_t first_window;  // windows of the shards before this one
@@ -47,10 +48,10 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     if (shard->fd < 0 && (errno == EISDIR || errno == ENXIO))
         die(EXIT_FAILED, "%s: %s: not a file; a pattern names the shards of a folder: %s 'FOLDER/*_train_*.bin'",
             s->option, path, s->option);
-    if (shard->fd < 0)
+    if (shard->fd < 0 || fstat(shard->fd, &shard->status) != 0)
         die(EXIT_FAILED, "%s: %s: cannot open: %s%s", s->option, path, strerror(errno),
             errno == EMFILE ? "; allow more open files (ulimit -n)" : "");
-    const int64_t size = lseek(shard->fd, 0, SEEK_END);
+    const int64_t size = shard->status.st_size;
 
     // The header must be complete, with a known magic number and version.
     int32_t header[HEADER_INTS];
@@ -94,6 +95,16 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     s->tokens += shard->tokens;
 }
 
+// The path of the first shard that `others` have too; NULL: none.
+static const char* shared(const Shard* shards, int count, const Shard* others, int other_count) {
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < other_count; j++) {
+            const struct stat *a = &shards[i].status, *b = &others[j].status;
+            if (a->st_dev == b->st_dev && a->st_ino == b->st_ino) return shards[i].path;
+        }
+    return NULL;
+}
+
 // Opens the shards of a set, behind those of the sets before it.
 static void open_set(Shards* s, MixtureSet* set) {
     // All files that match, in the order of their names.
@@ -101,8 +112,9 @@ static void open_set(Shards* s, MixtureSet* set) {
     glob_t found;
     int rc = glob(set->pattern, GLOB_ERR, NULL, &found);
     if (rc == GLOB_NOMATCH)
-        die(EXIT_FAILED, "%s: no file matches '%s'; scripts/prepare_text.py makes shards from text", s->option,
-            set->pattern);
+        die(EXIT_FAILED, "%s: no file matches '%s'; %s", s->option, set->pattern,
+            strchr(set->pattern, ',') ? "it is one pattern, since sets are GLOB:WEIGHT,GLOB:WEIGHT, in --train alone"
+                                      : "scripts/prepare_text.py makes shards from text");
     if (rc != 0) die(EXIT_FAILED, "%s: cannot list '%s': %s", s->option, set->pattern, strerror(errno));
     s->count += (int)found.gl_pathc;
     s->files = (Shard*)realloc(s->files, (size_t)s->count * sizeof(Shard));
@@ -111,6 +123,11 @@ static void open_set(Shards* s, MixtureSet* set) {
     for (int i = before; i < s->count; i++) open_shard(s, &s->files[i], found.gl_pathv[i - before]);
     globfree(&found);
     set->windows = s->windows - set->first;
+    const char* both = shared(&s->files[before], s->count - before, s->files, before);
+    if (both)
+        die(EXIT_FAILED,
+            "%s: '%s' has %s, and an earlier set has it too, by this or another name: a file belongs to one set",
+            s->option, set->pattern, both);
     // A run keeps its shares, so they count for the hash.
     if (s->mixture.count > 1) s->hash = (uint32_t)crc32(s->hash, (const Bytef*)&set->part, (uInt)sizeof(set->part));
 
@@ -186,13 +203,7 @@ uint32_t shards_hash(const Shards* shards) { return shards->hash; }
 const Mixture* shards_mixture(const Shards* shards) { return &shards->mixture; }
 
 const char* shards_shared(const Shards* shards, const Shards* others) {
-    struct stat file, other;
-    for (int i = 0; i < shards->count; i++)
-        for (int j = 0; j < others->count; j++)
-            if (fstat(shards->files[i].fd, &file) == 0 && fstat(others->files[j].fd, &other) == 0 &&
-                file.st_dev == other.st_dev && file.st_ino == other.st_ino)
-                return shards->files[i].path;
-    return NULL;
+    return shared(shards->files, shards->count, others->files, others->count);
 }
 
 // The shard of a window; *start gets the byte where the window begins.

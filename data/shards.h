@@ -26,7 +26,7 @@ typedef struct Shards Shards;
 // Opens every file that matches `text`, a pattern (glob(3), sorted by name) or several with weights, and checks header
 // and size. An error ends the run with a message of `option` (which is not copied), file, offset and reason. Errors: no
 // match; unreadable file; wrong magic or version; a size that differs from the header's count; no window of T + 1
-// tokens in a set.
+// tokens in a set; a file in two sets, by whatever name or pattern.
 Shards* shards_open(const char* option, const char* text, int64_t T);
 void shards_close(Shards* shards);
 

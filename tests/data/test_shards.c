@@ -1,5 +1,6 @@
 // Shards, the order in which training reads them, and the loader. All comparisons here are exact.
 #include <stdbool.h>
+#include <unistd.h>
 
 #include "data/shards.h"
 #include "tests/files.h"
@@ -114,6 +115,32 @@ static void test_shards_hash_of_mixtures(void) {
     }
     CHECK(hash[0] == hash[1] && hash[0] == hash[2], "%08x %08x %08x", hash[0], hash[1], hash[2]);
     CHECK(hash[0] != hash[3] && hash[0] != hash[4], "%08x %08x %08x", hash[0], hash[3], hash[4]);
+}
+
+static const char* sets;  // of the text that open_sets opens
+static void open_sets(void) {
+    if (chdir(folder) == 0) shards_open("--train", sets, T);
+}
+
+static void test_shards_shared(void) {
+    shards_close(open_mixture("1", "1"));
+    CHECK(symlink("a_1.bin", in_folder("link_0.bin")) == 0 && link(in_folder("b_0.bin"), in_folder("other_0.bin")) == 0,
+          "links");
+    const char* const cases[][3] = {
+        {"a_*.bin:1,a_*.bin:1", "'a_*.bin'", "has a_0.bin"},
+        {"b_*.bin:1,a_*.bin:2,?_0.bin:3", "'?_0.bin'", "has a_0.bin"},
+        {"a_*.bin:1,./a_1.bin:1", "'./a_1.bin'", "has ./a_1.bin"},
+        {"a_*.bin:1,link_*.bin:1", "'link_*.bin'", "has link_0.bin"},
+        {"b_*.bin:1,other_*.bin:1", "'other_*.bin'", "has other_0.bin"},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        sets = cases[i][0];
+        DIES(open_sets, "--train", cases[i][1], cases[i][2], "a file belongs to one set");
+    }
+    sets = "a_*.bin,b_*.bin";
+    DIES(open_sets, "--train: no file matches 'a_*.bin,b_*.bin'",
+         "it is one pattern, since sets are GLOB:WEIGHT,GLOB:WEIGHT");
+    remove_matching("*.bin");
 }
 
 static void test_shards_many(void) {
@@ -433,6 +460,7 @@ int main(void) {
     RUN(test_shards_windows);
     RUN(test_shards_hash);
     RUN(test_shards_hash_of_mixtures);
+    RUN(test_shards_shared);
     RUN(test_shards_many);
     RUN(test_shards_refused);
     RUN(test_shards_bad_ids);

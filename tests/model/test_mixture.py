@@ -187,13 +187,14 @@ class Mixtures(Case):
         write_shard(self.dir / "a_0.bin", text(200))
         write_shard(self.dir / "b_0.bin", text(200))
         write_shard(self.dir / "short_0.bin", text(20))
+        (self.dir / "link_0.bin").symlink_to("a_0.bin")
         many = [f"{i}_*.bin:1" for i in range(65)]
         number = "a weight is a positive number below 1e19, with at most 18 decimals"
         digits = "--train: the weights have too many digits: as whole numbers they add up to more than 4611686018427387904; round them"
         for code, train, words in (
             (2, "a_*.bin:0.7,b_*.bin", "--train: 'b_*.bin' has no weight: each set is GLOB:WEIGHT, with commas between them"),
             (2, "a_*.bin:0.7,", "--train: '' has no weight"),
-            (2, "a_*.bin:1,:2", "--train: ':2' has no pattern"),
+            (2, "a_*.bin:1,:2,b_*.bin:3", "--train: ':2' has no pattern"),
             (2, "a_*.bin:0,b_*.bin:1", f"--train: 'a_*.bin:0': {number}\n"), (2, "a_*.bin:-1", number), (2, "a_*.bin:nan", number),
             (2, "a_*.bin:inf", number), (2, "a_*.bin:0x1p3", number), (2, "a_*.bin:1e-999999999999999999999", number),
             (2, "a_*.bin:0.1234567890123456789", number), (2, "a_*.bin:1e19", number), (2, f"a_*.bin:1{'0' * 50}", number),
@@ -201,8 +202,12 @@ class Mixtures(Case):
             (2, "a_*.bin:1e18,b_*.bin:0.1", digits), (2, "a_*.bin:4611686018427387904,b_*.bin:1", digits),
             (2, ",".join(many), "--train: more than 64 sets"),
             (1, "a_*.bin:1,none_*.bin:1", "--train: no file matches 'none_*.bin'; scripts/prepare_text.py"),
+            (1, "a_*.bin,b_*.bin", "--train: no file matches 'a_*.bin,b_*.bin'; it is one pattern, since sets are GLOB:WEIGHT,GLOB:WEIGHT"),
             (1, "a_*.bin:1,short_*.bin:1", "--train: no shard of 'short_*.bin' holds a window of 33 tokens (--seq-len 32 and one more): "
              "the longest of 1 has 20"),
+            (1, "a_*.bin:1,a_*.bin:1", "--train: 'a_*.bin' has a_0.bin, and an earlier set has it too"),
+            (1, "b_*.bin:1,[ab]_*.bin:1", "--train: '[ab]_*.bin' has b_0.bin, and an earlier set has it too"),
+            (1, "a_*.bin:1,link_*.bin:1", "--train: 'link_*.bin' has link_0.bin, and an earlier set has it too"),
         ):
             with self.subTest(train):
                 self.refused(code, words, train=train, out="run", steps=1)
