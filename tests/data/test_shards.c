@@ -1,6 +1,7 @@
 // Shards, the order in which training reads them, and the loader. All comparisons here are exact.
 #include <stdbool.h>
 #include <unistd.h>
+#include <zlib.h>
 
 #include "data/shards.h"
 #include "tests/files.h"
@@ -115,6 +116,19 @@ static void test_shards_hash_of_mixtures(void) {
     }
     CHECK(hash[0] == hash[1] && hash[0] == hash[2], "%08x %08x %08x", hash[0], hash[1], hash[2]);
     CHECK(hash[0] != hash[3] && hash[0] != hash[4], "%08x %08x %08x", hash[0], hash[3], hash[4]);
+    // Order 1 hashed the same with 0 as its start. Programs that have it compare the hash alone.
+    uLong first = 0;
+    const char* const names[] = {"a_0.bin", "a_1.bin", "b_0.bin"};
+    for (int i = 0; i < 3; i++) {
+        size_t size;
+        char* file = read_file(in_folder(names[i]), SIZE_MAX, &size);
+        const int64_t bytes = (int64_t)size, part = i == 1 ? 7 : 3;
+        first = crc32(crc32(first, (const Bytef*)names[i], 8), (const Bytef*)&bytes, sizeof(bytes));
+        first = crc32(first, (const Bytef*)file, 1024);
+        if (i > 0) first = crc32(first, (const Bytef*)&part, sizeof(part));
+        free(file);
+    }
+    CHECK(hash[0] != first, "%08x is that of order 1", hash[0]);
 }
 
 static const char* sets;  // of the text that open_sets opens
