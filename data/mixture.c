@@ -81,13 +81,6 @@ void mixture_free(Mixture* m) {
 
 // ---- Order
 
-struct MixtureWalk {
-    const Mixture* mixture;
-    int64_t span, at;
-    // Windows of each set before window `at` of the run, and before the next multiple of the span.
-    int64_t taken[MIXTURE_SETS], goal[MIXTURE_SETS];
-};
-
 // The set in `of` with the earliest window: by the release of its next one if `more` is 0, by the deadline if 1.
 static int earliest(const Mixture* m, const bool* of, const int64_t* taken, int more) {
     int first = -1;
@@ -135,11 +128,10 @@ static int next_set(MixtureWalk* walk) {
     return due;
 }
 
-MixtureWalk* mixture_walk(const Mixture* m) {
-    MixtureWalk* walk = (MixtureWalk*)host_alloc(sizeof(MixtureWalk));
-    walk->mixture = m;
-    for (int k = 0; k < m->count; k++) walk->span = max_i64(walk->span, ceil_div(m->parts, m->sets[k].part));
-    walk->at = -walk->span;  // so that any first window begins a span
+MixtureWalk mixture_walk(const Mixture* m) {
+    MixtureWalk walk = {.mixture = m};
+    for (int k = 0; k < m->count; k++) walk.span = max_i64(walk.span, ceil_div(m->parts, m->sets[k].part));
+    walk.at = -walk.span;  // so that any first window begins a span
     return walk;
 }
 

@@ -56,8 +56,12 @@ Mixture mixture_parse(const char* option, const char* text);
 void mixture_free(Mixture* mixture);
 
 // A walk through the windows of a run. It saves time: results do not depend on it.
-typedef struct MixtureWalk MixtureWalk;
-MixtureWalk* mixture_walk(const Mixture* mixture);  // in fresh memory, for free()
+typedef struct MixtureWalk {
+    const Mixture* mixture;
+    int64_t span, at;
+    int64_t taken[MIXTURE_SETS], goal[MIXTURE_SETS];  // windows of each set before `at`, and before the next multiple
+} MixtureWalk;
+MixtureWalk mixture_walk(const Mixture* mixture);
 
 // The window of the sets, in file order, that is window w of the run. Set k goes through its windows epoch after epoch,
 // in an order by `seed` (below 2^56), k and its own epoch (shards_permute). The time is that of the windows between the

@@ -303,23 +303,21 @@ struct Loader {
     int64_t batch;
     int32_t V;
     LoaderOrder order;
-    MixtureWalk *walk, *ahead;  // to the windows that are read, and to those that are prefetched
-    int32_t *input, *target;    // (batch, T) each, in one allocation
+    MixtureWalk walk, ahead;  // to the windows that are read, and to those that are prefetched
+    int32_t *input, *target;  // (batch, T) each, in one allocation
 };
 
 Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder order) {
     ASSERT(batch > 0 && order.first >= 0 && order.stride >= 0 && order.wrap >= 0);
     Loader* loader = (Loader*)host_alloc(sizeof(Loader));
-    MixtureWalk *walk = mixture_walk(&shards->mixture), *ahead = mixture_walk(&shards->mixture);
+    const MixtureWalk walk = mixture_walk(&shards->mixture);
     int32_t* tokens = (int32_t*)host_alloc((size_t)(2 * batch * shards->T) * sizeof(int32_t));
-    const Loader start = {shards, batch, V, order, walk, ahead, tokens, tokens + batch * shards->T};
+    const Loader start = {shards, batch, V, order, walk, walk, tokens, tokens + batch * shards->T};
     *loader = start;
     return loader;
 }
 
 void loader_stop(Loader* loader) {
-    free(loader->walk);
-    free(loader->ahead);
     free(loader->input);
     free(loader);
 }
@@ -335,7 +333,7 @@ static int64_t window_of(const Loader* loader, MixtureWalk* walk, int64_t n, int
 void loader_read(Loader* loader, int64_t n, const int32_t** input, const int32_t** target) {
     const Shards* s = loader->shards;
     for (int64_t b = 0; b < loader->batch; b++) {
-        const int64_t window = window_of(loader, loader->walk, n, b);
+        const int64_t window = window_of(loader, &loader->walk, n, b);
         shards_read(s, window, loader->V, loader->input + b * s->T, loader->target + b * s->T);
     }
     *input = loader->input;
@@ -344,7 +342,7 @@ void loader_read(Loader* loader, int64_t n, const int32_t** input, const int32_t
     // Prefetch: the kernel reads the next micro-batch while this one is used.
     for (int64_t b = 0; b < loader->batch; b++) {
         int64_t start;
-        const Shard* shard = shard_of(s, window_of(loader, loader->ahead, n + 1, b), &start);
+        const Shard* shard = shard_of(s, window_of(loader, &loader->ahead, n + 1, b), &start);
         posix_fadvise(shard->fd, start, (s->T + 1) * shard->token_bytes, POSIX_FADV_WILLNEED);
     }
 }

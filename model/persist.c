@@ -99,14 +99,13 @@ void model_save(Model* m, Saver* saver, int64_t step, DataHash data, const StepS
 static void check_record(const Model* m, const Json* manifest, DataHash data) {
     const Json* options = json_get(manifest, "options");
     record_check(options, false, &m->settings);
-    const int64_t order = json_int(manifest, "mixture_order", 1);
     const char* train = json_text(options, "train");
     Mixture mixture = mixture_parse("--train", train ? train : "");
-    if (mixture.count > 1 && order != MIXTURE_ORDER)
+    if (mixture.count > 1 && json_int(manifest, "mixture_order", 1) != MIXTURE_ORDER)
         die(EXIT_USAGE,
-            "the run in %s has a mixture in the order of another version of train_moe (%ld, here %d): go on with that "
-            "version, or begin a new stage with --init %s --init-moments",
-            m->settings.out, order, MIXTURE_ORDER, m->settings.out);
+            "the run in %s has a mixture in the order of another version of train_moe: go on with that version, or "
+            "begin a new stage with --init %s --init-moments",
+            m->settings.out, m->settings.out);
     mixture_free(&mixture);
     if (json_int(manifest, "data_hash", -1) != (int64_t)data.shards)
         die(EXIT_USAGE,

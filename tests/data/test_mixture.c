@@ -72,14 +72,13 @@ static void follow(const Mixture* m, const int64_t* weights, int64_t w, int64_t 
         taken[k] = (int64_t)((Wide)w * weights[k] / sum);
         sure[k] = (Wide)w * weights[k] % sum == 0;
     }
-    MixtureWalk* walk = mixture_walk(m);
+    MixtureWalk walk = mixture_walk(m);
     for (int64_t end = w + steps; w < end && !wrong; w++) {
-        const int64_t at = mixture_window(walk, seed, w);
+        const int64_t at = mixture_window(&walk, seed, w);
         CHECK(at >= 0 && at < windows, "window %ld of %ld", at, windows);
         // A run that begins here finds the same.
-        MixtureWalk* fresh = w % 13 ? NULL : mixture_walk(m);
-        if (fresh) wrong += mixture_window(fresh, seed, w) != at;
-        free(fresh);
+        MixtureWalk fresh = mixture_walk(m);
+        if (w % 13 == 0) wrong += mixture_window(&fresh, seed, w) != at;
         int k = count - 1;
         while (m->sets[k].first > at) k--;
         const int64_t n = m->sets[k].windows, place = at - m->sets[k].first;
@@ -97,7 +96,6 @@ static void follow(const Mixture* m, const int64_t* weights, int64_t w, int64_t 
         }
         CHECK(wrong == 0, "%d sets, M %ld: wrong at window %ld", count, m->parts, w);
     }
-    free(walk);
 }
 
 static void test_shares_and_order(void) {
@@ -134,9 +132,9 @@ static void test_epochs(void) {
     Mixture m = mixture_parse("--train", "a:1,b:1,c:2");
     for (int k = 0; k < SETS; k++) m.sets[k].first = WINDOWS * k, m.sets[k].windows = WINDOWS;
     int seen[SETS][EPOCHS][WINDOWS] = {{{0}}}, order[SETS][WINDOWS], taken[SETS] = {0}, wrong = 0, same = 0;
-    MixtureWalk* walk = mixture_walk(&m);
+    MixtureWalk walk = mixture_walk(&m);
     for (int64_t w = 0; w < EPOCHS * WINDOWS * 2; w++) {
-        const int64_t at = mixture_window(walk, 5, w);
+        const int64_t at = mixture_window(&walk, 5, w);
         const int k = (int)(at / WINDOWS), i = taken[k]++;
         if (i < WINDOWS) order[k][i] = (int)(at % WINDOWS);
         if (i < EPOCHS * WINDOWS) seen[k][i / WINDOWS][at % WINDOWS]++;
@@ -149,7 +147,6 @@ static void test_epochs(void) {
         for (int j = 0; j < k; j++)
             for (int i = 0; i < WINDOWS; i++) same += order[k][i] == order[j][i];
     CHECK(same < 20, "%d places of three pairs are the same; 3 are likely", same);
-    free(walk);
     mixture_free(&m);
 }
 
@@ -158,7 +155,7 @@ static void test_no_state(void) {
     srand(2);
     const char* const texts[] = {"a:0.7,b:0.3", "a:70,b:30", "a:7e8,b:3e8", "a:2.1,b:0.9"};
     Mixture mixtures[4];
-    MixtureWalk* walks[4];
+    MixtureWalk walks[4];
     for (int i = 0; i < 4; i++) {
         mixtures[i] = mixture_parse("--train", texts[i]);
         mixtures[i].sets[0].windows = mixtures[i].sets[1].first = 37;
@@ -166,24 +163,20 @@ static void test_no_state(void) {
         walks[i] = mixture_walk(&mixtures[i]);
     }
     int64_t inorder[2000];
-    for (int w = 0; w < 2000; w++) inorder[w] = mixture_window(walks[0], 3, w);
+    for (int w = 0; w < 2000; w++) inorder[w] = mixture_window(&walks[0], 3, w);
     for (int n = 0; n < 20000; n++) {
         const int w = rand() % 2000;
-        CHECK(mixture_window(walks[n % 4], 3, w) == inorder[w], "%s: window %d", texts[n % 4], w);
+        CHECK(mixture_window(&walks[n % 4], 3, w) == inorder[w], "%s: window %d", texts[n % 4], w);
     }
-    for (int i = 0; i < 4; i++) {
-        free(walks[i]);
-        mixture_free(&mixtures[i]);
-    }
+    for (int i = 0; i < 4; i++) mixture_free(&mixtures[i]);
 }
 
 static void test_without_weights(void) {
     Mixture m = mixture_parse("--train", "corpus_*.bin");
     m.sets[0].windows = 1001;
-    MixtureWalk* walk = mixture_walk(&m);
+    MixtureWalk walk = mixture_walk(&m);
     for (int64_t w = 0; w < 5000; w++)
-        CHECK(mixture_window(walk, 7, w) == shards_permute(7, w / 1001, w % 1001, 1001), "window %ld", w);
-    free(walk);
+        CHECK(mixture_window(&walk, 7, w) == shards_permute(7, w / 1001, w % 1001, 1001), "window %ld", w);
     mixture_free(&m);
 }
 
