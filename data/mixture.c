@@ -81,68 +81,29 @@ void mixture_free(Mixture* m) {
 
 // ---- Order
 
-// The set in `of` with the earliest window: by the release of its next one if `more` is 0, by the deadline if 1.
-static int earliest(const Mixture* m, const bool* of, const int64_t* taken, int more) {
-    int first = -1;
-    for (int k = 0; k < m->count; k++)
-        if (of[k] && (first < 0 ||
-                      (Wide)(taken[k] + more) * m->sets[first].part < (Wide)(taken[first] + more) * m->sets[k].part))
-            first = k;
-    ASSERT(first >= 0);
-    return first;
-}
-
-// The windows of each set before n, a multiple of the span: two-way rounding.
-static void count_windows(const Mixture* m, int64_t n, int64_t* taken) {
-    bool later[MIXTURE_SETS], open[MIXTURE_SETS] = {false};
-    Wide sum = 0;
-    for (int k = 0; k < m->count; k++) {
-        taken[k] = (int64_t)((Wide)n * m->sets[k].part / m->parts);
-        later[k] = true;
-    }
-    // Sets join by the release of their open window. Whenever the sum of their fractions passes a whole number, the
-    // earliest deadline of them is rounded up.
-    for (int i = 0; i < m->count; i++) {
-        const int next = earliest(m, later, taken, 0);
-        later[next] = false;
-        open[next] = true;
-        sum += (Wide)n * m->sets[next].part % m->parts;
-        if (sum < m->parts) continue;
-        sum -= m->parts;
-        const int due = earliest(m, open, taken, 1);
-        open[due] = false;
-        taken[due]++;
-    }
-}
-
-// The set of window `at`: the earliest deadline of those that may have it and have not reached their goal.
+// The set of window `at`: of those whose next window may be there, the one with the earliest deadline.
 static int next_set(MixtureWalk* walk) {
     const Mixture* m = walk->mixture;
-    bool may[MIXTURE_SETS];
-    if (walk->at % walk->span == 0) count_windows(m, walk->at + walk->span, walk->goal);
+    int due = -1;
     walk->at++;
-    for (int k = 0; k < m->count; k++)
-        may[k] = walk->taken[k] < walk->goal[k] && (Wide)walk->taken[k] * m->parts < (Wide)walk->at * m->sets[k].part;
-    const int due = earliest(m, may, walk->taken, 1);
+    for (int k = 0; k < m->count; k++) {
+        const Wide part = m->sets[k].part, taken = walk->taken[k];
+        if (taken * m->parts >= walk->at * part) continue;
+        if (due < 0 || (taken + 1) * m->sets[due].part < (Wide)(walk->taken[due] + 1) * part) due = k;
+    }
     walk->taken[due]++;
     return due;
 }
 
-MixtureWalk mixture_walk(const Mixture* m) {
-    MixtureWalk walk = {.mixture = m};
-    for (int k = 0; k < m->count; k++) walk.span = max_i64(walk.span, ceil_div(m->parts, m->sets[k].part));
-    walk.at = -walk.span;  // so that any first window begins a span
-    return walk;
-}
-
 int64_t mixture_window(MixtureWalk* walk, uint64_t seed, int64_t w) {
-    if (w < walk->at || w - walk->at >= walk->span) {
-        walk->at = w - w % walk->span;
-        count_windows(walk->mixture, walk->at, walk->taken);
+    const Mixture* m = walk->mixture;
+    if (w < walk->at || w - walk->at >= m->parts) {
+        walk->at = w - w % m->parts;
+        for (int k = 0; k < m->count; k++) walk->taken[k] = w / m->parts * m->sets[k].part;
     }
     while (walk->at < w) next_set(walk);
     const int k = next_set(walk);
-    const MixtureSet* set = &walk->mixture->sets[k];
+    const MixtureSet* set = &m->sets[k];
     const int64_t i = walk->taken[k] - 1, windows = set->windows;  // number i of the set, over all its epochs
     // The number of the set is in the bits above all seeds: sets of one size have other orders.
     return set->first + shards_permute(seed ^ (uint64_t)k << 56, i / windows, i % windows, windows);

@@ -14,28 +14,16 @@
 //   weights 0.7, 0.3    window  0 1 2 3 4 5 6 7 8 9
 //                       set     0 0 1 0 0 1 0 0 0 1
 //
-// Window j of set k has a place from its release floor(j M / m_k) to its deadline ceil((j + 1) M / m_k), exclusive. The
-// earliest deadline first meets all of these (Pfair scheduling: Baruah, Cohen, Plaxton & Varvel 1996), in a walk from
-// the run's first window. To begin a walk anywhere, the counts are fixed at each multiple of a span of windows, M over
-// the least m_k, rounded up. A walk begins at the multiple before its window, and reaches the counts of the next one.
-//
-// At a multiple n the share n m_k / M of set k has a fraction f_k. The set has x_k, 0 or 1, windows above the share
-// rounded down: sum x = sum f. The open window of a set is the next one after the rounded share. Two-way rounding
-// (Knuth 1995) finds x with sum x > sum f - 1 over the first sets in two orders, whatever their number: by release of
-// the open window, and by its deadline.
-//
-// Proof. The earliest deadline first fails only if more than t - s windows have all their places in s .. t - 1 (Hall's
-// theorem). Between two multiples there are at most (t - s) m_k / M of set k. With s at a multiple only sets with a
-// deadline up to t count: at most t - s + sum f - sum x windows, less than t - s + 1. With t at a multiple the same
-// holds for releases. From one multiple to the next there are t - s: the count of no set is lower at the next one,
-// since its share grows by one or more in a span.
+// Window j of set k has a place from floor(j M / m_k) to ceil((j + 1) M / m_k) - 1 in the run. The earliest deadline
+// first meets all of these bounds (Pfair scheduling: Baruah, Cohen, Plaxton & Varvel 1996). A walk from window to window
+// finds the set of each. It may begin at any multiple of M, where every share is whole.
 #pragma once
 
 #include "device/types.h"
 
 enum {
     MIXTURE_SETS = 64,  // at most
-    MIXTURE_ORDER = 2   // version of the order of several sets; checkpoints record it
+    MIXTURE_ORDER = 2   // revision of the order of several sets; checkpoints record it
 };
 
 typedef struct MixtureSet {
@@ -55,15 +43,13 @@ typedef struct Mixture {
 Mixture mixture_parse(const char* option, const char* text);
 void mixture_free(Mixture* mixture);
 
-// A walk through the windows of a run. It saves time: results do not depend on it.
+// A walk through the windows of a run. {mixture} is a new one.
 typedef struct MixtureWalk {
     const Mixture* mixture;
-    int64_t span, at;
-    int64_t taken[MIXTURE_SETS], goal[MIXTURE_SETS];  // windows of each set before `at`, and before the next multiple
+    int64_t at, taken[MIXTURE_SETS];  // the next window, and the windows of each set before it
 } MixtureWalk;
-MixtureWalk mixture_walk(const Mixture* mixture);
 
 // The window of the sets, in file order, that is window w of the run. Set k goes through its windows epoch after epoch,
-// in an order by `seed` (below 2^56), k and its own epoch (shards_permute). The time is that of the windows between the
-// call before and this one. It is at most that of a span, also for an earlier window.
+// in an order by `seed` (below 2^56), k and its own epoch (shards_permute). The result does not depend on earlier calls.
+// The time does: some 3 ns a set for each window after that of the call before, or after the multiple of M below w.
 int64_t mixture_window(MixtureWalk* walk, uint64_t seed, int64_t w);

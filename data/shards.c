@@ -148,7 +148,6 @@ Shards* shards_open(const char* option, const char* text, int64_t T) {
     s->option = option;
     s->T = T;
     s->mixture = mixture_parse(option, text);
-    if (s->mixture.count > 1) s->hash = MIXTURE_ORDER;  // no version of another order takes the run for its own
     for (int k = 0; k < s->mixture.count; k++) open_set(s, &s->mixture.sets[k]);
     return s;
 }
@@ -310,7 +309,7 @@ struct Loader {
 Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder order) {
     ASSERT(batch > 0 && order.first >= 0 && order.stride >= 0 && order.wrap >= 0);
     Loader* loader = (Loader*)host_alloc(sizeof(Loader));
-    const MixtureWalk walk = mixture_walk(&shards->mixture);
+    const MixtureWalk walk = {.mixture = &shards->mixture};
     int32_t* tokens = (int32_t*)host_alloc((size_t)(2 * batch * shards->T) * sizeof(int32_t));
     const Loader start = {shards, batch, V, order, walk, walk, tokens, tokens + batch * shards->T};
     *loader = start;

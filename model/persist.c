@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "data/mixture.h"
 #include "device/check.h"
 #include "device/files.h"
 #include "model/record.h"
@@ -86,7 +85,7 @@ static int64_t window_after(const Model* m, int64_t step) {
 }
 
 void model_save(Model* m, Saver* saver, int64_t step, DataHash data, const StepState* state) {
-    CheckpointRecord record = {step, window_after(m, step), state->updates, data.shards, data.tokenizer, MIXTURE_ORDER};
+    CheckpointRecord record = {step, window_after(m, step), state->updates, data.shards, data.tokenizer};
     int count;
     CheckpointFile* files = model_files(m, m->settings.optimizer, &count);
     char* options = record_json(&m->settings);
@@ -95,18 +94,9 @@ void model_save(Model* m, Saver* saver, int64_t step, DataHash data, const StepS
     model_files_free(files, count);
 }
 
-// Options, data and their order must be the same as in the run that saved.
+// Options and data must be the same as in the run that saved.
 static void check_record(const Model* m, const Json* manifest, DataHash data) {
-    const Json* options = json_get(manifest, "options");
-    record_check(options, false, &m->settings);
-    const char* train = json_text(options, "train");
-    Mixture mixture = mixture_parse("--train", train ? train : "");
-    if (mixture.count > 1 && json_int(manifest, "mixture_order", 1) != MIXTURE_ORDER)
-        die(EXIT_USAGE,
-            "the run in %s has a mixture in the order of another version of train_moe: go on with that version, or "
-            "begin a new stage with --init %s --init-moments",
-            m->settings.out, m->settings.out);
-    mixture_free(&mixture);
+    record_check(json_get(manifest, "options"), false, &m->settings);
     if (json_int(manifest, "data_hash", -1) != (int64_t)data.shards)
         die(EXIT_USAGE,
             "--train names other shards than the run in %s was made with (names, sizes, headers or weights differ)",

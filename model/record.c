@@ -6,6 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "data/mixture.h"
 #include "data/runlog.h"
 #include "device/check.h"
 #include "device/files.h"
@@ -25,8 +26,9 @@ char* record_json(const Settings* s) {
         free(text);
     }
     host_append(&json,
-                ", \"warmup-steps\": %.17g, \"updates-before\": %ld, \"tokens-before\": %ld, \"fp4-rounding\": %d}",
-                s->warmup_steps, s->updates_before, s->tokens_before, FP4_ROUNDING);
+                ", \"warmup-steps\": %.17g, \"updates-before\": %ld, \"tokens-before\": %ld, \"fp4-rounding\": %d, "
+                "\"mixture-order\": %d}",
+                s->warmup_steps, s->updates_before, s->tokens_before, FP4_ROUNDING, MIXTURE_ORDER);
     return json;
 }
 
@@ -141,15 +143,25 @@ void record_recall(const Json* record, bool stage, Settings* s) {
 
 // An option of another version that this one lacks must have been off.
 static void check_unknown(const Json* record, const char* folder) {
-    static const char* const others[] = {"warmup-steps", "updates-before", "tokens-before", "fp4-rounding"};
+    static const char* const others[] = {"warmup-steps", "updates-before", "tokens-before", "fp4-rounding",
+                                         "mixture-order"};
     for (const Json* o = record->child; o; o = o->next) {
         bool known = false;
-        for (int i = 0; i < 4; i++) known |= strcmp(o->key, others[i]) == 0;
+        for (int i = 0; i < 5; i++) known |= strcmp(o->key, others[i]) == 0;
         for (int i = 0; i < settings_count; i++) known |= strcmp(o->key, settings_table[i].name) == 0;
         if (!known && o->number != 0)
             die(EXIT_USAGE, "the run in %s was made with --%s %g, which this version of train_moe does not have",
                 folder, o->key, o->number);
     }
+}
+
+static void check_revision(const Json* record, const char* folder, const char* name, const char* subject, int64_t now) {
+    const int64_t then = json_int(record, name, 1);
+    if (then != now)
+        die(EXIT_USAGE,
+            "the run in %s was made with revision %ld of %s, and this version of train_moe has revision %ld: go "
+            "on with the version that made it, or begin a new stage with --init %s --init-moments",
+            folder, then, subject, now, folder);
 }
 
 void record_check(const Json* record, bool stage, const Settings* s) {
@@ -176,16 +188,16 @@ void record_check(const Json* record, bool stage, const Settings* s) {
     free(list);
     settings_free(&was);
 
-    // The two revisions of the rounding to four bits, where the run has it.
-    const int64_t then = json_int(record, "fp4-rounding", 1);
-    const int64_t formats[] = {s->expert_precision, s->wgrad_precision, s->linear_precision};
-    for (int i = 0; i < 3 && !stage && then != FP4_ROUNDING; i++) {
-        const Format* f = format_of_id(formats[i], s->scale_rule);
-        if (f && !f->pack)
-            die(EXIT_USAGE,
-                "the run in %s was made with revision %ld of the rounding to four bits, and this version of train_moe "
-                "has revision %d: go on with the version that made it, or begin a new stage with --init and "
-                "--init-moments",
-                s->out, then, FP4_ROUNDING);
-    }
+    if (stage) return;
+
+    // What another version would compute otherwise.
+    Mixture mixture = mixture_parse("--train", s->train);
+    const Format* formats[] = {format_of_id(s->expert_precision, s->scale_rule),
+                               format_of_id(s->wgrad_precision, s->scale_rule),
+                               format_of_id(s->linear_precision, s->scale_rule)};
+    bool fp4 = false;
+    for (int i = 0; i < 3; i++) fp4 |= formats[i] && !formats[i]->pack;
+    if (mixture.count > 1) check_revision(record, s->out, "mixture-order", "the order of mixtures", MIXTURE_ORDER);
+    if (fp4) check_revision(record, s->out, "fp4-rounding", "the rounding to four bits", FP4_ROUNDING);
+    mixture_free(&mixture);
 }

@@ -411,8 +411,8 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     s->folder = step_path(s->out, r->step, ".tmp");
     s->record = host_format(
         "{\"format\": \"%s\", \"step\": %ld, \"window\": %ld, \"updates\": %ld, \"data_hash\": %ld, "
-        "\"tokenizer_hash\": %ld, \"mixture_order\": %ld,\n\"options\": %s,\n\"files\": [",
-        CHECKPOINT_FORMAT, r->step, r->window, r->updates, r->data_hash, r->tokenizer_hash, r->mixture_order, options_json);
+        "\"tokenizer_hash\": %ld,\n\"options\": %s,\n\"files\": [",
+        CHECKPOINT_FORMAT, r->step, r->window, r->updates, r->data_hash, r->tokenizer_hash, options_json);
 
     // The copy to host memory. Training continues after it.
     char* to = s->buffer;

@@ -56,7 +56,6 @@ typedef struct CheckpointRecord {
     int64_t updates;         // StepState.updates: those of all stages (--init-moments)
     int64_t data_hash;       // shards_hash of the training shards
     int64_t tokenizer_hash;  // 0: not known
-    int64_t mixture_order;   // order of the sets of a mixture (data/mixture.h); without this member 1
 } CheckpointRecord;
 
 // Writes checkpoints into folder `out`, one at a time, on a thread. saver_create is collective; it ends the run if the

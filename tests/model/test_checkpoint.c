@@ -139,7 +139,7 @@ static void check_state(const State* s, int64_t step, const char* what) {
 }
 
 static void save(Saver* saver, int64_t step, const State* s) {
-    CheckpointRecord record = {step, 2 * step, step - 1, 4000000000, 2};
+    CheckpointRecord record = {step, 2 * step, step - 1, 4000000000, 3999999999};
     checkpoint_save(saver, &record, "{\"lr\": 0.1}", s->files, FILES, ctx);
 }
 
@@ -242,7 +242,7 @@ static void check_format(void) {
 
     char* text = host_strdup(
         "{\"format\": \"train_moe checkpoint 2\", \"step\": 7, \"window\": 14, \"updates\": 6, "
-        "\"data_hash\": 4000000000, \"mixture_order\": 2,\n\"options\": {\"lr\": 0.1},\n\"files\": [");
+        "\"data_hash\": 4000000000, \"tokenizer_hash\": 3999999999,\n\"options\": {\"lr\": 0.1},\n\"files\": [");
     for (int f = 0; f < FILES; f++) {
         got = read_file(file_of(7, file_names[f]), SIZE_MAX, &got_bytes);
         char* more = host_format("%s%s\n  {\"name\": \"%s\", \"bytes\": %zu, \"crc32\": %lu}", text, f ? "," : "",

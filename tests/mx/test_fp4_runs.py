@@ -41,7 +41,7 @@ class Runs(Case):
                 out = self.copy_of(self.reference(**options, **FITS))
                 change(out, {"fp4-rounding": 2})
                 self.refused(2, "the run in run was made with revision 2 of the rounding to four bits, and this version of train_moe "
-                             "has revision 1: go on with the version that made it, or begin a new stage with --init and "
+                             "has revision 1: go on with the version that made it, or begin a new stage with --init run "
                              "--init-moments", out="run", resume=True, steps=21, **options, **FITS)
                 self.train(out=f"stage-{options}", init=out / "step_00000020", init_moments=True, steps=1, **options, **FITS)
         for revision, options in (({}, dict(precision="nvfp4")), ({"fp4-rounding": 2}, dict())):  # without one it is 1
