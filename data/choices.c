@@ -21,6 +21,7 @@ typedef struct Reader {
     int64_t at, end;  // offsets into ids; the file's first number is at 0
     int64_t width;    // bytes of a number
     int32_t vocab;
+    int64_t T;  // tokens of a window
     const int32_t* ids;
 } Reader;
 
@@ -65,18 +66,22 @@ static void read_question(Reader* r, Choices* c, int32_t q) {
 
     // The context and the endings.
     Choice choice = {.question = q};
+    bool cut = false;
     choice.context = next_ids(r, &choice.context_length);
     for (int32_t i = 0; i < endings; i++) {
         choice.number = i;
         choice.ending = next_ids(r, &choice.ending_length);
         if (choice.ending_length == 0) refuse(r, choice.ending, "an ending is empty");
         c->list[c->count++] = choice;
+        // The first token of a window is no target.
+        cut |= choice.context_length + choice.ending_length > r->T + 1;
     }
+    c->cut += cut;
     if ((r->at - start) * r->width != bytes) refuse(r, start, "a question is not as long as it says");
 }
 
 // Reads one file; an error ends the run. The result owns its arrays, and choices_close frees them.
-static Choices open_one(const char* path, int32_t vocab) {
+static Choices open_one(const char* path, int32_t vocab, int64_t T) {
     // The file and its header.
     size_t size;
     int32_t header[5];
@@ -90,7 +95,7 @@ static Choices open_one(const char* path, int32_t vocab) {
             header[0], header[1], header[2]);
 
     // The numbers, uint16 or uint32, as int32.
-    Reader r = {.path = path, .width = header[0] == NARROW ? 2 : 4, .vocab = vocab};
+    Reader r = {.path = path, .width = header[0] == NARROW ? 2 : 4, .vocab = vocab, .T = T};
     r.end = (int64_t)(size - HEADER_BYTES) / r.width;
     int32_t* ids = (int32_t*)host_alloc((size_t)r.end * sizeof(int32_t));
     for (int64_t i = 0; i < r.end; i++)
@@ -114,12 +119,12 @@ static Choices open_one(const char* path, int32_t vocab) {
     return c;
 }
 
-Choices* choices_open(const char* pattern, int32_t vocab, int* count) {
+Choices* choices_open(const char* pattern, int32_t vocab, int64_t T, int* count) {
     glob_t found;
     if (glob(pattern, GLOB_ERR, NULL, &found) != 0) die(EXIT_FAILED, "--eval: no file matches '%s'", pattern);
     Choices* files = (Choices*)host_alloc(found.gl_pathc * sizeof(Choices));
     *count = (int)found.gl_pathc;
-    for (int i = 0; i < *count; i++) files[i] = open_one(found.gl_pathv[i], vocab);
+    for (int i = 0; i < *count; i++) files[i] = open_one(found.gl_pathv[i], vocab, T);
     globfree(&found);
     return files;
 }

@@ -4,8 +4,8 @@
 //   65535  bytes of this example  its index  label  P   n context...   n ending...   n ending...   (P endings)
 //
 // Each n counts the ids after it. For vocabularies above 65536, a file {20240802, 1, ...} has uint32 instead of uint16,
-// and 0xffffffff as the mark. scripts/prepare_eval.py writes both. The fifth number of its header is the tokenizer_hash;
-// llm.c has 0 there.
+// and 0xffffffff as the mark. scripts/prepare_eval.py writes both. The fifth number of its header is the
+// tokenizer_hash; llm.c has 0 there.
 #pragma once
 
 #include "device/types.h"
@@ -19,16 +19,16 @@ typedef struct Choice {
 
 // The questions of one file.
 typedef struct Choices {
-    char* name;          // of the file, without folder and ".bin"
-    uint32_t tokenizer;  // tokenizer_hash of the tokenizer that made the ids; 0: not known
-    int32_t questions;
-    int32_t* label;  // (questions): the number of the correct ending
+    char* name;              // of the file, without folder and ".bin"
+    uint32_t tokenizer;      // tokenizer_hash of the tokenizer that made the ids; 0: not known
+    int32_t questions, cut;  // cut: those that are longer than a window with some ending
+    int32_t* label;          // (questions): the number of the correct ending
     int64_t count;
     Choice* list;  // (count): question after question, ending after ending
     int32_t* ids;
 } Choices;
 
 // Opens all files that match, in the order of their names; *count gets their number. An invalid file, or an id outside
-// of the vocabulary, ends the run with a message that names file and byte.
-Choices* choices_open(const char* pattern, int32_t vocab, int* count);
+// of the vocabulary, ends the run with a message that names file and byte. T: tokens of a window.
+Choices* choices_open(const char* pattern, int32_t vocab, int64_t T, int* count);
 void choices_close(Choices* files, int count);

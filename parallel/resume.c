@@ -110,10 +110,8 @@ Json* checkpoint_manifest_in(const char* folder, Path* out, char* error, size_t 
     *out = path_of("%s", dirname(parent.text));
     const int64_t step = step_number(basename(name.text), "");
     if (step >= 0) return checkpoint_manifest(out->text, step, error, error_size);
-    snprintf(error, error_size, "%s",
-             access(folder, F_OK) != 0
-                 ? file_error(errno)
-                 : "its name is not step_ and 8 digits, that of a step of a run, which has moments");
+    const char* other = "its name is not step_ and 8 digits, that of a step of a run, which has moments";
+    snprintf(error, error_size, "%s", access(folder, F_OK) == 0 ? other : file_error(errno));
     return NULL;
 }
 

@@ -34,9 +34,8 @@ static void check_tokenizer(const char* option, const char* path, const Settings
     Tokenizer* other = tokenizer_open(path);
     const char* differs = tokenizer_difference(other, tokenizer);
     if (differs)
-        die(EXIT_USAGE, "--%s: the tokenizer %s is not %s, that of the run: %s; %s", option, path,
-            *s->tokenizer ? s->tokenizer : "bytes", differs,
-            *s->tokenizer ? "a model and all its data have one" : "--tokenizer names one for all data");
+        die(EXIT_USAGE, "--%s: the tokenizer %s is not %s, that of the run: %s; a model and all its data have one",
+            option, path, *s->tokenizer ? s->tokenizer : "bytes, as without --tokenizer", differs);
     tokenizer_close(other);
 }
 
@@ -247,17 +246,6 @@ ScoreRecord evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokeni
     return score;
 }
 
-// The questions whose context loses its beginning before some ending: together they are longer than a window.
-static int32_t count_cut(const Choices* c, int64_t T) {
-    int32_t cut = 0, last = -1;
-    for (const Choice* choice = c->list; choice < c->list + c->count; choice++) {
-        if (choice->context_length + choice->ending_length <= T + 1 || choice->question == last) continue;
-        last = choice->question;
-        cut++;
-    }
-    return cut;
-}
-
 // Checks that every ending of a file fits into a window, and that file names differ: they name columns of the log.
 // Contexts that do not fit are counted in a warning.
 static void check_file(const Settings* s, const Choices* files, int n) {
@@ -266,10 +254,9 @@ static void check_file(const Settings* s, const Choices* files, int n) {
         if (c->list[i].ending_length > s->seq_len)
             die(EXIT_USAGE, "--eval: %s: question %d has an ending of %ld tokens, more than --seq-len %ld", c->name,
                 c->list[i].question, c->list[i].ending_length, s->seq_len);
-    const int32_t cut = count_cut(c, s->seq_len);
-    if (cut)
+    if (c->cut)
         warn("--eval: %s: %d of %d questions are longer than --seq-len %ld: their contexts lose the beginning", c->name,
-             cut, c->questions, s->seq_len);
+             c->cut, c->questions, s->seq_len);
     for (int i = 0; i < n; i++)
         if (strcmp(files[i].name, c->name) == 0)
             die(EXIT_USAGE, "--eval: two files are named %s, and so would be their columns in the log: rename one",
@@ -286,7 +273,8 @@ Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokeniz
     if (*s->eval && tokenizer_eot(tokenizer) >= s->model.V)
         die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", tokenizer_eot(tokenizer),
             s->model.V);
-    if (*s->eval) files = choices_open(s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), count);
+    if (*s->eval)
+        files = choices_open(s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), s->seq_len, count);
     for (int i = 0; i < *count; i++) {
         const Choice* last = &files[i].list[files[i].count - 1];  // its end is the end of the file
         check_file(s, files, i);
@@ -305,17 +293,14 @@ Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokeniz
 void evaluate_questions(char** line, Model* m, const Choices* files, int count, const Tokenizer* tokenizer) {
     for (int i = 0; i < count; i++) {
         const ScoreRecord score = evaluate_choices(m, &files[i], tokenizer);
-        const int32_t cut = count_cut(&files[i], m->settings.seq_len);
-        printf("%s: %d questions, accuracy %.4f, normalised %.4f", files[i].name, files[i].questions, score.accuracy,
-               score.normalised);
-        if (cut) printf(", %d cut to --seq-len %ld", cut, m->settings.seq_len);
-        printf("\n");
+        printf("%s: %d questions, accuracy %.4f, normalised %.4f, %d cut to --seq-len %ld\n", files[i].name,
+               files[i].questions, score.accuracy, score.normalised, files[i].cut, m->settings.seq_len);
         if (!line) continue;
         // A file's name may be any text. It is quoted, without the closing quote: the suffix follows inside the string.
         char* name = json_quote(files[i].name);
         name[strlen(name) - 1] = 0;
         host_append(line, ", %s_acc\": %.9g, %s_acc_norm\": %.9g, %s_cut\": %d", name, score.accuracy, name,
-                    score.normalised, name, cut);
+                    score.normalised, name, files[i].cut);
         free(name);
     }
     fflush(stdout);

@@ -102,7 +102,6 @@ char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t s
     // End of text and the prompt.
     ids[0] = tokenizer_eot(tokenizer);
     int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids + 1, bytes), n = 1 + prompt;
-    if (prompt < 0) die(EXIT_USAGE, "--prompt cannot be encoded: %s", tokenizer_why(tokenizer));
 
     // Token after token.
     for (int64_t i = 0; i < s->sample_tokens; i++) {
