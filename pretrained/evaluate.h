@@ -38,6 +38,6 @@ ScoreRecord evaluate_choices(Model* model, const Choices* choices, const Tokeniz
 // tokenizer's, and with its end of text the model's; no ending is longer than --seq-len. A file that names its
 // tokenizer must name this one. A warning has the number of questions that are cut.
 Choices* evaluate_open(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, int* count);
-// Evaluates every file, and prints a line for each. `line` gets the scores as members NAME_acc and NAME_acc_norm of a
-// line of the log (data/runlog.h), and the questions that are cut as NAME_cut, unless it is NULL.
+// Evaluates every file, and prints a line for each. `line`, unless it is NULL, gets members of a line of the log
+// (data/runlog.h): the scores NAME_acc and NAME_acc_norm, and NAME_cut, the questions that are cut.
 void evaluate_questions(char** line, Model* model, const Choices* files, int count, const Tokenizer* tokenizer);
