@@ -26,14 +26,14 @@ static void measure(const Format* f, QuantizationStats* stats, const floatX* x, 
 // Blocks along the rows. Forward and dgrad read the same values of a weight: rounded along with activations, it has
 // square tiles, as blocks of dgrad run along OC; alone it has blocks along IC.
 static Fp4Blocks fp4_blocks(const Format* f, int weight) {
-    const Fp4Blocks blocks = {f->recipe.scale, weight && f->round ? f->recipe.align : 1, f->recipe.align, 0};
+    const Fp4Blocks blocks = {weight && f->round ? f->recipe.align : 1, f->recipe.align, 0, f->recipe.scale};
     return blocks;
 }
 
 // In wgrad both operands get the same transform, which their product does not show.
 static void fp4_round_values(const Format* f, floatX* out, const floatX* x, Ragged groups, int64_t columns,
                              int by_column, Draw draw, Ctx* ctx) {
-    const Fp4Blocks down = {f->recipe.scale, f->recipe.align, 1, 1};
+    const Fp4Blocks down = {f->recipe.align, 1, 1, f->recipe.scale};
     const Fp4Work work = {out, NULL, x, groups, columns, by_column ? down : fp4_blocks(f, 0), draw, NULL};
     fp4_round(work, ctx);
 }
@@ -57,17 +57,15 @@ static void fp4_measure(const Format* f, QuantizationStats* stats, const floatX*
     { {scale, align}, 0, round_values, round_weight, measure, mx_stride, mx_quantize, mx_dequantize, gemms }
 #define FP4(scale, align, bf16_blocks, round)                                                                          \
     { {scale, align}, bf16_blocks, round, fp4_round_weight, fp4_measure, NULL, NULL, NULL, NULL }
-#define NVFP4(scale) FP4(scale, 16, 0.15, fp4_round_values)
 // A format with both rules of rounding a scale.
 #define ROW(FORMAT, ...)                                                                                               \
     { FORMAT(MX_RCEIL, __VA_ARGS__), FORMAT(MX_FLOOR, __VA_ARGS__) }
 static const Format table[FORMATS - FORMAT_MXFP8][2] = {
-    ROW(MXFP8, MX_CHUNK, &mxfp8_gemms),              // mxfp8
-    {NVFP4(NVFP4_SIX), NVFP4(NVFP4_SIX)},            // nvfp4
-    {NVFP4(NVFP4_FOUR_SIX), NVFP4(NVFP4_FOUR_SIX)},  // nvfp4-46
-    ROW(FP4, MX_BLOCK, 0, fp4_round_values),         // mxfp4
-    ROW(MXFP8, 1, NULL),                             // mxfp8-exact
-    ROW(FP4, MX_BLOCK, 0, NULL),                     // mxfp4-weights
+    ROW(MXFP8, MX_CHUNK, &mxfp8_gemms),       // mxfp8
+    ROW(FP4, 16, 0.15, fp4_round_values),     // nvfp4
+    ROW(FP4, MX_BLOCK, 0, fp4_round_values),  // mxfp4
+    ROW(MXFP8, 1, NULL),                      // mxfp8-exact
+    ROW(FP4, MX_BLOCK, 0, NULL),              // mxfp4-weights
 };
 
 const Format* format_of_id(int64_t id, int64_t scale_rule) {

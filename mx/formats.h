@@ -4,15 +4,14 @@
 //   mxfp8         e4m3 (mx/mxfp8.h)    128 elements, weights: a tile     packed (mx/packed_gemms.c)
 //   mxfp8-exact   e4m3                 32 elements                       values
 //   nvfp4         e2m1 (mx/fp4.h)      16 elements, weights: 16 x 16     values
-//   nvfp4-46      e2m1, Four Over Six  16 elements, weights: 16 x 16     values
 //   mxfp4         e2m1                 32 elements, weights: 32 x 32     values
 //   mxfp4-weights e2m1, weights alone  32 elements                       values
 //
-// nvfp4, nvfp4-46 and mxfp4 round gradients (dy) stochastically and all else to nearest. Both operands of wgrad pass a
-// random Hadamard transform of 16 rows. With NVFP4 the last 15 % of the blocks stay in floatX (arXiv 2509.25149,
-// section 4). The format mxfp4-weights rounds weights alone. Their gradients pass straight through.
+// nvfp4 and mxfp4 round gradients (dy) stochastically and all else to nearest. Both operands of wgrad pass a random
+// Hadamard transform of 16 rows. With NVFP4 the last 15 % of the blocks stay in floatX (arXiv 2509.25149, section 4).
+// The format mxfp4-weights rounds weights alone. Their gradients pass straight through.
 //
-// Each has a row for both rules of rounding a scale (MxScale).
+// Each has a row for both rules of rounding a scale (MxScale). NVFP4 reads neither.
 #pragma once
 
 #include "linear/packed.h"
@@ -23,7 +22,6 @@ typedef enum {
     FORMAT_BF16,
     FORMAT_MXFP8,
     FORMAT_NVFP4,
-    FORMAT_NVFP4_46,
     FORMAT_MXFP4,
     FORMAT_MXFP8_EXACT,
     FORMAT_MXFP4_WEIGHTS,

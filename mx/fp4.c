@@ -18,14 +18,8 @@ static uint32_t block(const Fp4Work* w, int32_t g, int64_t i, const uint32_t* am
     if (!amax) return largest;
 
     // Its scale.
-    const Fp4Scale tensor = nvfp4_tensor(w->blocks.scale, *amax);
-    Fp4Scale s = fp4_is_nv(w->blocks) ? nvfp4_scale(tensor, largest, 6) : mxfp4_scale(w->blocks.scale, largest);
-    if (w->blocks.scale == NVFP4_FOUR_SIX) {
-        const Fp4Scale four = nvfp4_scale(tensor, largest, 4);
-        float gain = 0;
-        for (int l = 0; l < lines; l++) gain += fp4_gain(v[l], n, s, four);
-        if (gain > 0) s = four;
-    }
+    const Fp4Scale s =
+        fp4_is_nv(w->blocks) ? nvfp4_scale(nvfp4_tensor(*amax), largest) : mxfp4_scale(w->blocks.scale, largest);
 
     // Its values, also transposed, or their statistics.
     for (int l = 0; l < lines; l++) {

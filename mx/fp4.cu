@@ -50,7 +50,7 @@ static __global__ void __launch_bounds__(THREADS, HIGH > 16 || WIDE > 16 || USE 
     for (int32_t y = (int32_t)blockIdx.y; y < w.groups.El; y += (int32_t)gridDim.y) {
         const int32_t g = USE == AMAX ? y : w.groups.El - 1 - y;
         const Fp4Group group = fp4_group(&w, g, HIGH, WIDE);
-        const Fp4Scale tensor = N == 16 && USE != AMAX ? nvfp4_tensor(w.blocks.scale, amax[g]) : Fp4Scale{};
+        const Fp4Scale tensor = N == 16 && USE != AMAX ? nvfp4_tensor(amax[g]) : Fp4Scale{};
         uint32_t largest = 0;
 
         // Whole warps, for the shuffles. A line after the last one is empty.
@@ -76,15 +76,7 @@ static __global__ void __launch_bounds__(THREADS, HIGH > 16 || WIDE > 16 || USE 
                 if constexpr (LANES > 1)
                     for (int lane = LANES / 2; lane; lane /= 2)
                         block = max(block, __shfl_xor_sync(0xffffffffu, block, lane));
-                Fp4Scale s = N == 16 ? nvfp4_scale(tensor, block, 6) : mxfp4_scale(w.blocks.scale, block);
-                if (N == 16 && w.blocks.scale == NVFP4_FOUR_SIX) {
-                    const Fp4Scale four = nvfp4_scale(tensor, block, 4);
-                    const float of_line = fp4_gain(v[l], N, s, four);
-                    float gain = 0;
-                    for (int lane = 0; lane < LANES; lane++) gain += __shfl_sync(0xffffffffu, of_line, lane, LANES);
-                    if (gain > 0) s = four;
-                }
-
+                const Fp4Scale s = N == 16 ? nvfp4_scale(tensor, block) : mxfp4_scale(w.blocks.scale, block);
                 fp4_values(value[l], v[l], N, WIDE, s, &w, g, {line.row, line.column + l, line.inside, line.own});
                 for (int k = 0; k < N && USE == STATS; k++)
                     stats_add(&sums, v[l][k], v[l][k] * s.inverse, 6, value[l][k]);

@@ -7,12 +7,9 @@
 //   NVFP4:  e = 2688 / amax of the tensor, 2688 = 6 448, at most the largest float32;  t = 1 / e
 //           b = e4m3(amax of the block / 6 * e)
 //           value = e2m1(x / (t b)) b t, computed as x * (1 / (t b));  b = 0: value 0
-//   4/6:    the same with 1536 = 6 256 in the place of 2688. A second scale, b = e4m3(amax of the block / 6 * e * 1.5),
-//           turns the block's largest magnitude into 4. A block takes the one with the smaller sum of (x - value)^2,
-//           rounded to nearest. So the choice depends on x alone, not on random numbers
 //   MXFP4:  value = e2m1(x 2^(127 - s)) 2^(s - 127)
 //
-// The order of the float32 operations is that of fouroversix 1.0.5 (static_6; 4/6: mse). e2m1 saturates at 6. Nearest:
+// The order of the float32 operations is that of fouroversix 1.0.5 (static_6). e2m1 saturates at 6. Nearest:
 // ties go to the even code. Stochastic rounding: up with the probability of the distance from the lower neighbour, to
 // 2^-17. So the mean is x where e2m1 does not saturate. A block's largest element saturates where e4m3 rounds b down.
 //
@@ -23,7 +20,7 @@
 // A tensor of NVFP4 is one group of rows: the tokens of a micro-batch, an expert's rows, or one matrix of a weight.
 //
 // Sources: OCP Microscaling Formats 1.0; NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149),
-// sections 2 and 4, appendix C; Four Over Six (4/6): arXiv 2512.02010.
+// sections 2 and 4, appendix C.
 #pragma once
 
 #include "linear/format.h"
@@ -36,18 +33,15 @@ enum { FP4_ROUNDING = 1 };
 // high as it is wide.
 enum { FP4_HADAMARD = 16, FP4_SIGNS = 0x9d2c };
 
-// The rule of a block's scale. MXFP4: MxScale (mx/mxfp8.h). NVFP4: that of the largest magnitude, 6 or the better one.
-enum { NVFP4_SIX = 2, NVFP4_FOUR_SIX };
-
-// Blocks of high x wide elements in each group of (rows, columns): 1 x n, n x 1 or n x n, where n is 16 in NVFP4 and 32
-// in MXFP4. The last ones of a group may have fewer rows.
+// Blocks of high x wide elements in each group of (rows, columns): 1 x n, n x 1 or n x n. n = 16 means NVFP4, n = 32
+// MXFP4. The last ones of a group may have fewer rows.
 typedef struct Fp4Blocks {
-    int32_t scale;  // the rule
     int32_t high, wide;
     int32_t transform;  // 1, for n x 1: the transformed x is rounded
+    int32_t scale;      // of MXFP4: MxScale (mx/mxfp8.h)
 } Fp4Blocks;
 
-static inline BOTH_SIDES int fp4_is_nv(Fp4Blocks blocks) { return blocks.scale >= NVFP4_SIX; }
+static inline int fp4_is_nv(Fp4Blocks blocks) { return blocks.high == 16 || blocks.wide == 16; }
 
 // The operands of fp4_round. columns is a multiple of 32.
 typedef struct Fp4Work {

@@ -39,15 +39,15 @@ static inline BOTH_SIDES Fp4Scale mxfp4_scale(int32_t rule, uint32_t amax) {
     return s;
 }
 
-static inline BOTH_SIDES Fp4Scale nvfp4_tensor(int32_t rule, uint32_t amax) {
-    const float e = fminf((rule == NVFP4_FOUR_SIX ? 1536.0f : 2688.0f) / float_of_bits(amax), FLT_MAX);
+static inline BOTH_SIDES Fp4Scale nvfp4_tensor(uint32_t amax) {
+    const float e = fminf(2688 / float_of_bits(amax), FLT_MAX);
     const Fp4Scale s = {e, 0, amax >= 0x7f800000 ? float_of_bits(0x7fffffff) : 1 / e};
     return s;
 }
 
-// s: of the tensor. largest: the e2m1 that the block's largest magnitude becomes, 6 or 4.
-static inline BOTH_SIDES Fp4Scale nvfp4_scale(Fp4Scale s, uint32_t amax, int largest) {
-    s.block = e4m3_nearest(float_of_bits(amax) / 6 * s.inverse * (largest == 4 ? 1.5f : 1.0f));
+// s: of the tensor.
+static inline BOTH_SIDES Fp4Scale nvfp4_scale(Fp4Scale s, uint32_t amax) {
+    s.block = e4m3_nearest(float_of_bits(amax) / 6 * s.inverse);
     s.inverse = s.block > 0 ? fminf(1 / (s.tensor * s.block), FLT_MAX) : 0;
     return s;
 }
@@ -59,20 +59,6 @@ static inline BOTH_SIDES float fp4_e2m1(float x, bool random, float offset) {
     const float a = fminf(fabsf(x), 6), power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);
     const float large = power * 0x1.8p22f;
     return copysignf((random ? a + power * offset : a) + large - large, x);
-}
-
-// The squared error of a line, to nearest, with scale a less that with b, over t^2: so its magnitude does not depend on
-// that of v. By fma, in order: the same bits on CPU and GPU, and so is the sum over a block's lines, which is in order
-// too. With a = 0, b > 0 rounds better, because it has a 0 too.
-static inline BOTH_SIDES float fp4_gain(const float* v, int n, Fp4Scale a, Fp4Scale b) {
-    float sum_a = 0, sum_b = 0;
-    UNROLL
-    for (int k = 0; k < n; k++) {
-        const float off_a = fmaf(v[k], a.inverse, -fp4_e2m1(v[k] * a.inverse, false, 0));
-        const float off_b = fmaf(v[k], b.inverse, -fp4_e2m1(v[k] * b.inverse, false, 0));
-        sum_a = fmaf(off_a, off_a, sum_a), sum_b = fmaf(off_b, off_b, sum_b);
-    }
-    return a.block > 0 ? fmaf(sum_a, a.block * a.block, -sum_b * (b.block * b.block)) : b.block;
 }
 
 // H S x of 16 elements, in place: a butterfly of sums and differences of quarters, which are exact.

@@ -8,7 +8,7 @@ Input `x`, 64 x 96 in float32, with rows of many sizes. The largest element is 2
 `third` is x / 3, with another scale. Row 0 has all e2m1 numbers and the ties between them. Others have zeros, and blocks
 whose e4m3 scale is subnormal or 0. `special` has NaN, infinities and subnormal numbers, for MXFP4.
 
-Outputs: `x.nvfp4`, `third.nvfp4` and `x.nvfp4.tiles` (16 x 16), the same with `nvfp4-46`, `x.mxfp4.rceil` and `special.mxfp4.rceil`, all by
+Outputs: `x.nvfp4`, `third.nvfp4`, `x.nvfp4.tiles` (16 x 16), `x.mxfp4.rceil` and `special.mxfp4.rceil`, all by
 fouroversix; `x.mxfp4.floor` by torchao. torchao also quantizes what fouroversix does. It has no subnormal e4m3 scales
 and rounds products in another order. Where its scales are the same, its elements must be within one step, and all but
 one in a thousand equal. fouroversix's MXFP4 is left out for blocks of zeros and for s = 0, where it divides by 0: there
@@ -22,8 +22,7 @@ import pathlib
 
 import numpy as np
 import torch
-from fouroversix.quantize.pytorch import reference
-from fouroversix.quantize.pytorch.reference import quantize_to_fp4, quantize_to_mxfp4, quantize_to_nvfp4
+from fouroversix.quantize.pytorch.reference import fake_quantize_to_e2m1, quantize_to_mxfp4, quantize_to_nvfp4
 from fouroversix.utils import ScaleRule
 from safetensors.torch import save_file
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
@@ -34,15 +33,6 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 ROWS, COLUMNS = 64, 96
 TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-
-unlimited = reference.fake_quantize_to_e2m1
-
-
-def fake_quantize_to_e2m1(x, **options):
-    return unlimited(x, **options).clamp(-6, 6)
-
-
-reference.fake_quantize_to_e2m1 = fake_quantize_to_e2m1  # also where it compares the errors of 4 and of 6
 
 
 def draw():
@@ -69,7 +59,7 @@ def nvfp4(x, tile=1):
     amax = x.abs().max()
     blocks = x.reshape(len(x) // tile, tile, -1, 16).permute(0, 2, 1, 3).reshape(-1, tile * 16)
     scaled, scales = quantize_to_nvfp4(blocks, amax, scale_rule=ScaleRule.static_6)
-    scales, codes = scales.float().reshape(-1, 1), fake_quantize_to_e2m1(scaled)
+    scales, codes = scales.float().reshape(-1, 1), fake_quantize_to_e2m1(scaled).clamp(-6, 6)
     values = codes * scales * (1 / (torch.tensor(2688.0) / amax))
     if tile == 1:
         scales_ao, q = nvfp4_quantize(x, 16, amax / 2688)
@@ -81,14 +71,6 @@ def nvfp4(x, tile=1):
         print(f"nvfp4: torchao has {int(same.sum())} of {len(same)} scales, {int(differ.sum())} elements there differ")
     values = torch.where(codes == 0, torch.copysign(torch.zeros(()), blocks), values)
     return values.reshape(len(x) // tile, -1, tile, 16).permute(0, 2, 1, 3).reshape(x.shape).contiguous()
-
-
-def nvfp4_46(x, tile=1):
-    """Four Over Six, by fouroversix."""
-    codes, scales, amax = quantize_to_fp4(x, block_scale_2d=tile > 1, pack_values=False, use_blackwell_scale_layout=False)
-    values = codes.float().reshape(-1, 16) * scales.float().reshape(-1, 1) * (1 / (torch.tensor(1536.0) / amax))
-    values = values.reshape(x.shape)
-    return torch.where(values == 0, torch.copysign(torch.zeros(()), x), values)
 
 
 def mxfp4_torchao(x, mode):
@@ -105,7 +87,7 @@ def mxfp4(x):
     amax = blocks.abs().amax(-1, keepdim=True)
     scaled, scales = quantize_to_mxfp4(blocks, scale_rule=ScaleRule.static_6)
     s = scales.view(torch.uint8).reshape(-1, 1).double()
-    values = (fake_quantize_to_e2m1(scaled).double() * torch.exp2(s - 127)).float()
+    values = (fake_quantize_to_e2m1(scaled).clamp(-6, 6).double() * torch.exp2(s - 127)).float()
     values = torch.where(values == 0, torch.copysign(torch.zeros(()), blocks), values)
     large = (mxfp4_torchao(x * 2.0 ** 100, ScaleCalculationMode.RCEIL).double() * 2.0 ** -100).float().reshape(-1, 32)
     values = torch.where(amax < 2.0 ** -20, large, values)
@@ -122,8 +104,7 @@ def main():
     special[12, 5], special[13, 40], special[14, 70] = torch.nan, torch.inf, -torch.inf
     special[20] *= 5 * 2.0 ** -124 / special[20].abs().max()  # small, but s > 0
     tensors = {"x": x, "third": third, "special": special, "x.nvfp4": nvfp4(x), "third.nvfp4": nvfp4(third),
-               "x.nvfp4.tiles": nvfp4(x, 16), "x.nvfp4-46": nvfp4_46(x), "third.nvfp4-46": nvfp4_46(third),
-               "x.nvfp4-46.tiles": nvfp4_46(x, 16), "x.mxfp4.rceil": mxfp4(x), "special.mxfp4.rceil": mxfp4(special),
+               "x.nvfp4.tiles": nvfp4(x, 16), "x.mxfp4.rceil": mxfp4(x), "special.mxfp4.rceil": mxfp4(special),
                "x.mxfp4.floor": mxfp4_torchao(x, ScaleCalculationMode.FLOOR)}
     other = (mxfp4(x) != mxfp4_torchao(x, ScaleCalculationMode.RCEIL)).reshape(-1, 32).any(1)
     excess = x.reshape(-1, 32)[other].abs().amax(1).double() / 6

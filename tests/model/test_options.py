@@ -282,7 +282,7 @@ class BadOptions(Case):
             with self.subTest(args):
                 done = self.call(command(kv_lora=32, expert_ffn=32, dry_run="all") + args.split())
                 self.assertEqual([re.search(rf"  {name} (\S+)", done.stdout)[1] for name in names], expected)
-        self.refused(2, "--precision takes one of bf16|mxfp8|nvfp4|nvfp4-46|mxfp4|mxfp8-exact|mxfp4-weights, not 'fp8'", precision="fp8", out="run")
+        self.refused(2, "--precision takes one of bf16|mxfp8|nvfp4|mxfp4|mxfp8-exact|mxfp4-weights, not 'fp8'", precision="fp8", out="run")
         self.refused(2, "--expert-ffn 16 is not a multiple of 32, which a quantized format needs", precision="mxfp8", out="run")
         helped = self.call([PROGRAM, "--help", "all"]).stdout
         for name in names:

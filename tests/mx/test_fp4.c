@@ -51,15 +51,12 @@ static void test_golden(void) {
     static const struct {
         const char *x, *values;
         Fp4Blocks blocks;
-    } cases[] = {{"x", "x.nvfp4", {NVFP4_SIX, 1, 16, 0}},
-                 {"third", "third.nvfp4", {NVFP4_SIX, 1, 16, 0}},
-                 {"x", "x.nvfp4.tiles", {NVFP4_SIX, 16, 16, 0}},
-                 {"x", "x.nvfp4-46", {NVFP4_FOUR_SIX, 1, 16, 0}},
-                 {"third", "third.nvfp4-46", {NVFP4_FOUR_SIX, 1, 16, 0}},
-                 {"x", "x.nvfp4-46.tiles", {NVFP4_FOUR_SIX, 16, 16, 0}},
-                 {"x", "x.mxfp4.rceil", {MX_RCEIL, 1, 32, 0}},
-                 {"special", "special.mxfp4.rceil", {MX_RCEIL, 1, 32, 0}},
-                 {"x", "x.mxfp4.floor", {MX_FLOOR, 1, 32, 0}}};
+    } cases[] = {{"x", "x.nvfp4", {1, 16, 0, 0}},
+                 {"third", "third.nvfp4", {1, 16, 0, 0}},
+                 {"x", "x.nvfp4.tiles", {16, 16, 0, 0}},
+                 {"x", "x.mxfp4.rceil", {1, 32, 0, MX_RCEIL}},
+                 {"special", "special.mxfp4.rceil", {1, 32, 0, MX_RCEIL}},
+                 {"x", "x.mxfp4.floor", {1, 32, 0, MX_FLOOR}}};
     char error[256];
     SafeTensors* st = st_open("tests/golden/fp4.safetensors", error, sizeof(error));
     CHECK(st, "%s", error);
@@ -86,7 +83,7 @@ static void test_golden(void) {
 
 // A tensor of NVFP4 with NaN or Inf becomes NaN; zeros stay zeros with their signs; the smallest tensors stay finite.
 static void test_special_values(void) {
-    const Fp4Blocks nv = {NVFP4_SIX, 1, 16, 0};
+    const Fp4Blocks nv = {1, 16, 0, 0};
     Ctx* ctx = ctx_create(0);
     real x[32] = {0}, out[32];
     x[3] = -(real)0;
@@ -116,7 +113,7 @@ static void test_groups(void) {
     for (int i = 19 * COLUMNS; i < COUNT; i++) x[i] *= 7;
     for (int c = 0; c < 2; c++)
         for (int down = 0; down < 2; down++) {
-            const Fp4Blocks blocks = {NVFP4_SIX, down ? 16 : 1, down ? 1 : 16, 0};
+            const Fp4Blocks blocks = {down ? 16 : 1, down ? 1 : 16, 0, 0};
             int32_t rows[4];
             for (int g = 0; g < 4; g++) rows[g] = (int32_t)(starts[c][g + 1] - starts[c][g]);
             const Ragged ragged = {4, ROWS, starts[c], rows, NULL, NULL, NULL};
@@ -133,27 +130,15 @@ static void test_groups(void) {
     ctx_destroy(ctx);
 }
 
-// The squared error of a block, rounded to nearest with this scale.
-static double error_of(const real* x, int n, double scale) {
-    static const double list[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
-    double sum = 0;
-    for (int i = 0; i < n; i++) {
-        double least = INFINITY;
-        for (int k = 0; k < 8; k++) least = fmin(least, fabs(fabs((double)x[i]) - list[k] * scale));
-        sum += least * least;
-    }
-    return sum;
-}
-
 // The mean over `TRIES` steps, for blocks whose largest element is a value of the format, so that nothing saturates. An
 // element between neighbours lo and hi is a coin with p = (x - lo) / (hi - lo). The mean of TRIES coins has sigma (hi -
 // lo) sqrt(p (1 - p) / TRIES). Of 6,000 elements one is beyond five sigma with probability 3e-3, and the seed is fixed.
 static void test_unbiased(void) {
     enum { TRIES = 400 };
     Ctx* ctx = ctx_create(0);
-    for (int rule = MX_RCEIL; rule <= NVFP4_FOUR_SIX; rule += rule == MX_RCEIL ? 2 : 1) {
-        const int wide = rule == MX_RCEIL ? 32 : 16;
-        const Fp4Blocks blocks = {rule, 1, wide, 0};
+    for (int wide = 16; wide <= 32; wide += 16) {
+        const Fp4Blocks blocks = {1, wide, 0, MX_RCEIL};
+        const double scale = wide == 32 ? 512 : 448;  // 2688 = 6 448
         real *x = random_tensor(COUNT, 2), *out = room(COUNT);
         double* sum = calloc(COUNT, sizeof(double));
         for (int i = 0; i < COUNT; i++) x[i] = i % wide == 3 ? 2688 : (real)fmax(-2688, fmin(2688, 600 * (double)x[i]));
@@ -164,13 +149,7 @@ static void test_unbiased(void) {
             round_values(out, NULL, x, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
             for (int i = 0; i < COUNT; i++) sum[i] += (double)out[i] / TRIES;
         }
-        int fours = 0;
         for (int i = 0; i < COUNT; i++) {
-            // 2688 = 6 448 = 4 672. MXFP4 takes the scale 512.
-            const real* block = x + i / wide * wide;
-            const int four = rule == NVFP4_FOUR_SIX && error_of(block, wide, 672) < error_of(block, wide, 448);
-            const double scale = rule == MX_RCEIL ? 512 : four ? 672 : 448;
-            fours += four;
             const double a = fabs((double)(float)x[i]) / scale,
                          step = a < 2   ? 0.5
                                 : a < 4 ? 1
@@ -182,7 +161,6 @@ static void test_unbiased(void) {
             worst = fmax(worst, off / (sigma + 1e-9));
             if (sigma > 0.1) all += (sum[i] - (double)x[i]) / sigma / COUNT;
         }
-        CHECK(rule != NVFP4_FOUR_SIX || (fours > 0 && fours < COUNT), "%d elements have a 4", fours);
         CHECK(worst < 5, "an element is %g sigma from its mean", worst);
         CHECK(fabs(all) < 5 / sqrt(COUNT), "all elements are %g sigma off", all);
         free(x), free(out), free(sum);
@@ -190,25 +168,23 @@ static void test_unbiased(void) {
     ctx_destroy(ctx);
 }
 
-// 2^k x has 2^k times the values of x, at random too: no operation rounds differently. So the choice of 4 or 6 does not
-// depend on the magnitude of x. Its squares would leave the range of float32.
+// 2^k x has 2^k times the values of x in NVFP4, at random too: no operation rounds differently.
 static void test_magnitudes(void) {
     Ctx* ctx = ctx_create(0);
     const BatchDraws draws = {5, 0};
     const Draw random = {&draws, 9};
     real *x = random_tensor(COUNT, 4), *scaled = room(COUNT), *out = room(COUNT), *want = room(COUNT);
-    for (int rule = NVFP4_SIX; rule <= NVFP4_FOUR_SIX; rule++)
-        for (int high = 1; high <= 16; high += 15)
-            for (int k = -90; k <= 90; k += 30)
-                for (int at_random = 0; at_random < 2; at_random++) {
-                    const Fp4Blocks blocks = {rule, high, 16, 0};
-                    const Draw draw = at_random ? random : nearest;
-                    for (int i = 0; i < COUNT; i++) scaled[i] = (real)ldexp((double)(float)x[i], k);
-                    round_values(out, NULL, scaled, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
-                    round_values(want, NULL, x, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
-                    for (int i = 0; i < COUNT; i++) want[i] = (real)ldexp((double)want[i], k);
-                    check_same(out, want, COUNT, "2^k x");
-                }
+    for (int high = 1; high <= 16; high += 15)
+        for (int k = -90; k <= 90; k += 30)
+            for (int at_random = 0; at_random < 2; at_random++) {
+                const Fp4Blocks blocks = {high, 16, 0, 0};
+                const Draw draw = at_random ? random : nearest;
+                for (int i = 0; i < COUNT; i++) scaled[i] = (real)ldexp((double)(float)x[i], k);
+                round_values(out, NULL, scaled, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
+                round_values(want, NULL, x, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
+                for (int i = 0; i < COUNT; i++) want[i] = (real)ldexp((double)want[i], k);
+                check_same(out, want, COUNT, "2^k x");
+            }
     free(x), free(scaled), free(out), free(want);
     ctx_destroy(ctx);
 }
@@ -235,7 +211,7 @@ static void test_coins(void) {
                 x[i] = (real)(sign * (low[k] + r * steps[k])), want[i] = (real)(sign * (low[k] + above * steps[k]));
                 if ((down ? i / COLUMNS : i % COLUMNS) % 32 == 5) x[i] = want[i] = 6;  // the scale is 1
             }
-            const Fp4Blocks blocks = {MX_RCEIL, down ? 32 : 1, down ? 1 : 32, 0};
+            const Fp4Blocks blocks = {down ? 32 : 1, down ? 1 : 32, 0, MX_RCEIL};
             round_values(out, NULL, x, groups_of(1, ROWS), COLUMNS, blocks, draw, ctx);
             check_same(out, want, COUNT, above ? "above r" : "below r");
         }
@@ -249,7 +225,7 @@ static void test_draws(void) {
     Ctx* ctx = ctx_create(0);
     real *x = random_tensor(COUNT, 3), *out = room(COUNT), *other = room(COUNT);
     for (int down = 0; down < 2; down++) {
-        const Fp4Blocks blocks = {MX_RCEIL, down ? 32 : 1, down ? 1 : 32, 0};
+        const Fp4Blocks blocks = {down ? 32 : 1, down ? 1 : 32, 0, MX_RCEIL};
         const BatchDraws base = {7, 640}, second = {7, 640 + ROWS / 2};
         const BatchDraws others[] = {{8, 640}, {7, 704}, base};
         const Draw draw = {&base, 9}, late = {&second, 9};
@@ -306,7 +282,7 @@ static void test_revision(void) {
 // H S of unit vectors has orthonormal columns, exactly: the entries are +-1/4. Its signs are not all equal, and H is
 // its own inverse. An entry is the largest magnitude of its block, so MXFP4 keeps it.
 static void test_hadamard(void) {
-    static const Fp4Blocks blocks = {MX_RCEIL, 32, 1, 1}, plain = {MX_RCEIL, 32, 1, 0};
+    static const Fp4Blocks blocks = {32, 1, 1, MX_RCEIL}, plain = {32, 1, 0, MX_RCEIL};
     Ctx* ctx = ctx_create(0);
     enum { N = FP4_HADAMARD, C = 32 };
     real unit[N * C] = {0}, m[N * C], again[N * C];
@@ -375,19 +351,19 @@ static void check_stats(QuantizationStats got, const real* x, const real* out) {
 
 // Statistics are of the values of fp4_round, for tiles and for rows. Those of a weight are of what forward reads.
 static void test_stats(void) {
-    static const FormatId formats[] = {FORMAT_NVFP4, FORMAT_NVFP4_46, FORMAT_MXFP4, FORMAT_MXFP4_WEIGHTS};
+    static const FormatId formats[] = {FORMAT_NVFP4, FORMAT_MXFP4, FORMAT_MXFP4_WEIGHTS};
     Ctx* ctx = ctx_create(0);
     real *x = random_tensor(COUNT, 5), *out = room(COUNT), *back = room(COUNT);
     for (int i = 0; i < COUNT; i += 50) x[i] = 0;
     for (int high = 1; high <= 16; high += 15) {
-        const Fp4Blocks blocks = {NVFP4_SIX, high, 16, 0};
+        const Fp4Blocks blocks = {high, 16, 0, 0};
         QuantizationStats stats = {0};
         const Fp4Work work = {NULL, NULL, x, groups_of(2, ROWS / 2), COLUMNS, blocks, nearest, &stats};
         fp4_round(work, ctx);
         round_values(out, NULL, x, groups_of(2, ROWS / 2), COLUMNS, blocks, nearest, ctx);
         check_stats(stats, x, out);
     }
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 3; i++) {
         const Format* f = format_of_id(formats[i], MX_RCEIL);
         const Weight weight = {.w = x, .count = 2, .OC = ROWS / 2, .IC = COLUMNS, .format = f};
         QuantizationStats stats = {0};

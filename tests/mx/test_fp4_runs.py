@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from cli import Case, checkpoints, curve, main, manifest, read_log, write_manifest  # noqa: E402
 
 FITS = dict(kv_lora=32, expert_ffn=32, layers=3, tokens_per_step=128)
-PRECISIONS = ("nvfp4", {}), ("nvfp4-46", {}), ("mxfp4", dict(mtp=1)), ("mxfp4-weights", {})
+PRECISIONS = ("nvfp4", {}), ("mxfp4", dict(mtp=1)), ("mxfp4-weights", {})
 
 
 class Runs(Case):
@@ -89,7 +89,6 @@ class Runs(Case):
         """
         linear, dense, experts = 3, 2, 4
         for precision, lines, last in (("nvfp4", 3 * (3 * linear + dense + 2 * experts), 2),
-                                       ("nvfp4-46", 3 * (3 * linear + dense + 2 * experts), 2),
                                        ("mxfp4", 3 * (4 * linear + dense + 3 * experts), 3), ("mxfp4-weights", 3 * 2, 3)):
             with self.subTest(precision):
                 options = dict(precision=precision, **{**FITS, "layers": 4})
