@@ -35,7 +35,7 @@ __device__ __forceinline__ void arrive_after_copies(uint64_t* bar) {
 template <typename P>
 __device__ __forceinline__ void gather_tile(Shared<P>& s, const Tokens& t, const WorkItem& tile,
                                             RingSlot<P::STAGES>& stage) {
-    enum { BOXES = P::PING_PONG ? 2 : 4, STEPS = BOX / 8 };  // at most; eight rows a step
+    enum { BOXES = 4, STEPS = BOX / 8 };  // at most; eight rows a step
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 1, vector = lane % 8, row = 4 * warp + lane / 8;
     const int first = P::GATHER_A ? tile.m : tile.n;
     const int boxes = P::GATHER_A ? boxes_of_a(tile.shape) : boxes_of_b<P>(tile.shape);
@@ -104,7 +104,7 @@ __device__ __forceinline__ void gather(Shared<P>& s, const Tokens& t) {
         if (threadIdx.x % 32 == 0) barrier_arrive(&s.item_empty_barriers[at.index]);
         if (item.k_blocks == 0) break;
         at.advance();
-        for (int i = 0; i < tiles_of<P>(item); i++) gather_tile<P>(s, t, tile_of<P>(item, i), stage);
+        gather_tile<P>(s, t, item, stage);
     }
     __syncwarp();
 }

@@ -7,11 +7,11 @@
 //     consumer:   wait for `full`, read, arrive at `empty`
 //
 // A phase of an mbarrier is one turn through the ring; phases have parity 0, 1, 0, .. The producer runs ahead until all
-// slots are full, so loads are in flight while the tensor cores work. There are two rings: of four work tiles
-// (WorkItem), and of four stages (a k block of A and B). With ping-pong (below) there are six smaller stages.
+// slots are full, so loads are in flight while the tensor cores work. There are two rings of four slots each: work
+// tiles (WorkItem), and stages (a k block of A and B).
 //
-// A stage is six boxes, with ping-pong four. A box is 64 rows of 128 bytes, swizzled. A tile needs two boxes of A for
-// each 128 rows and two of B for each 128 columns. A's boxes are at the front of a stage, B's at its end.
+// A stage is six boxes. A box is 64 rows of 128 bytes, swizzled. A tile needs two boxes of A for each 128 rows and two
+// of B for each 128 columns. A's boxes are at the front of a stage, B's at its end.
 //
 //     128 x 256   | A | A | B | B | B | B |        256 x 128   | A | A | A | A | B | B |
 #pragma once
@@ -29,7 +29,7 @@ enum { STORE_BYTES = 16 * 128 };                 // an output buffer: 16 rows of
 enum { QUEUE = 8 };                              // slots
 
 // Queue of work tile numbers in a block's shared memory. Block 0 draws the numbers for both blocks of the cluster. It
-// is at most 6 work tiles ahead, the number of stages, because both blocks release each stage. So 8 slots never
+// is at most 4 work tiles ahead, the number of stages, because both blocks release each stage. So 8 slots never
 // overflow.
 struct Queue {
     uint64_t full_barriers[QUEUE];
@@ -44,7 +44,6 @@ struct Memory {
     alignas(1024) uint8_t stores[WARPS][2][STORE_BYTES];
     uint64_t full_barriers[STAGES], empty_barriers[STAGES];
     uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
-    uint64_t turn_barriers[2];  // ping-pong: of each consumer warpgroup
     WorkItem items[ITEMS];
     Queue queue;
     Extra extra;
@@ -64,11 +63,6 @@ struct RingSlot {
             index = 0;
             phase ^= 1;
         }
-    }
-    // The same as `count` times advance().
-    __device__ __forceinline__ void skip(int count) {
-        phase ^= (index + count) / N % 2;
-        index = (index + count) % N;
     }
 };
 
@@ -100,26 +94,6 @@ __device__ __forceinline__ BoxOfB box_of_b(const WorkItem& item, int i, int boxe
     if (!P::GATE_UP) return {item.n + i * BOX, item.expert};
     const int up = i >= boxes / 2;
     return {item.n / 2 + (i - up * boxes / 2) * BOX, 2 * item.expert + up};
-}
-
-// Ping-pong: the halves of a tile, 128 x 128, are tiles of their own, and the two consumer warpgroups take them in
-// turns. So one multiplies while the other is in its epilogue. That pays for a long epilogue after a short contraction.
-// It costs loads: the half of the operands that the halves have in common is loaded twice.
-template <typename P>
-__device__ __forceinline__ int tiles_of(const WorkItem& item) {
-    return P::PING_PONG && item.shape != SQUARE ? 2 : 1;
-}
-template <typename P>
-__device__ __forceinline__ WorkItem tile_of(const WorkItem& item, int i) {
-    WorkItem tile = item;
-    if (P::PING_PONG) {
-        const int down = item.shape == TALL ? i * SQUARE_SIDE : 0;
-        tile.m += down;
-        tile.valid -= down;
-        tile.n += item.shape == WIDE ? i * SQUARE_SIDE : 0;
-        tile.shape = SQUARE;
-    }
-    return tile;
 }
 
 // Loads the k blocks of a tile, one stage for each, but for an operand that helpers gather. The shared operand is
@@ -246,14 +220,11 @@ __device__ __forceinline__ void produce(Shared<P>& s, const CUtensorMap* a, cons
         if (tiles.scheduler.lane == 0) {
             s.items[at.index] = item;
             barrier_arrive(&s.item_full_barriers[at.index]);
-            for (int i = 0; i < tiles_of<P>(item); i++) {
-                const WorkItem tile = tile_of<P>(item, i);
-                if (tiles.scheduler.common_a)
-                    load_blocks<P, true>(s, a, b, tile, tiles.rank, stage);
-                else
-                    load_blocks<P, false>(s, a, b, tile, tiles.rank, stage);
-                if constexpr (P::EPILOGUE_STAGES) load_epilogue<P>(s, in_epilogue, tile, g.N, stage);
-            }
+            if (tiles.scheduler.common_a)
+                load_blocks<P, true>(s, a, b, item, tiles.rank, stage);
+            else
+                load_blocks<P, false>(s, a, b, item, tiles.rank, stage);
+            if constexpr (P::EPILOGUE_STAGES) load_epilogue<P>(s, in_epilogue, item, g.N, stage);
         }
 
         // A work tile with 0 k blocks ends the consumers too.
@@ -271,17 +242,16 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
                                           const Problem& g, Consume consume, Help help,
                                           const CUtensorMap* in_epilogue = nullptr) {
     // Barriers, each with the number of arrivals that ends a phase. A stage is filled by the producer and the helpers.
-    // It is released by the warps that read it in both blocks, as both may load into it. A work tile's slot is released
-    // by all warps that read it.
+    // It is released by the consumer warps of both blocks, as both may load into it. A work tile's slot is released by
+    // all warps that read it.
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared<P>& s = *(Shared<P>*)memory;
     if (threadIdx.x == 0) {
         for (int i = 0; i < P::STAGES; i++)
             barrier_init(&s.full_barriers[i], 1 + P::HELPER_ARRIVALS),
-                barrier_init(&s.empty_barriers[i], (P::PING_PONG ? WARPS / 2 : WARPS) * CLUSTER);
+                barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
         for (int i = 0; i < ITEMS; i++)
             barrier_init(&s.item_full_barriers[i], 1), barrier_init(&s.item_empty_barriers[i], WARPS + P::HELPERS);
-        for (int i = 0; i < 2; i++) barrier_init(&s.turn_barriers[i], WARPS / 2);
         for (int i = 0; i < QUEUE; i++) barrier_init(&s.queue.full_barriers[i], 1);
         barrier_init_fence();
         tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);

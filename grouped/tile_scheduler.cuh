@@ -55,8 +55,6 @@ struct Pass {
     // In shared memory: stages, the boxes of one, and what else a kernel keeps there.
     static constexpr int STAGES = 4, STAGE_BOXES = 6;
     struct Extra {};
-
-    static constexpr bool PING_PONG = false;  // each consumer warpgroup has tiles of its own
 };
 
 enum { CLUSTER = 2 };  // thread blocks
@@ -167,8 +165,7 @@ struct TileScheduler {
             n = 2 * min(column, last);
             common_a = 1;
             item.store = column <= last;
-            // With ping-pong a lone narrow tile stays WIDE, so that both blocks go through the same number of stages.
-            if (n == 2 * wide && !(P::PING_PONG && wide)) item.shape = SQUARE;
+            if (n == 2 * wide) item.shape = SQUARE;
         } else {
             const int per_band = items_of(BAND), band = number / per_band;
             const int height = min((int)BAND, areas_of(owner_squares) - band * BAND);
