@@ -25,7 +25,6 @@ struct RunLog {
     FILE *file, *copy;          // copy: a stream into `text`
     char* text;                 // all lines
     size_t length;
-    struct timespec changed;  // the file's time after this program's last write
 };
 
 // Ends the run, for the reason in errno.
@@ -45,9 +44,7 @@ static void keep_line(RunLog* log, const char* line, size_t length) {
 // Writes the text from `start` on and flushes it to the operating system, so that a crash of the program loses no step.
 static void put(RunLog* log, size_t start) {
     const size_t n = log->length - start;
-    struct stat info;
     if (fwrite(log->text + start, 1, n, log->file) != n || fflush(log->file) != 0) give_up(log);
-    if (fstat(fileno(log->file), &info) == 0) log->changed = info.st_mtim;
 }
 
 // The step of a line; 0: the configuration, which is the first line; -1: unreadable.
@@ -67,22 +64,19 @@ static void set_aside(const char* path, const char* line, size_t length) {
         die(EXIT_FAILED, "cannot write %s: %s", path, file_error(errno));
 }
 
-// Copies the lines of an earlier log for steps up to last_step. A last line without its newline, which a killed run
-// leaves, is dropped if it cannot be read.
+// Copies the lines of an earlier log for steps up to last_step.
 static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_step) {
     Path aside = path_of("%s.unreadable", log->path.text);
     // Line numbers count from 1, as editors show them.
     int64_t number = 0, odd = 0, first_odd = 0;
 
     // Each line is kept, dropped (its step will run again), or set aside (unreadable).
-    for (const char *line = text, *end; line < text + size; line = end + 1) {
-        end = (const char*)memchr(line, '\n', (size_t)(text + size - line));
-        const bool whole = end != NULL;
-        if (!whole) end = text + size;
+    for (const char *line = text, *end; (end = (const char*)memchr(line, '\n', (size_t)(text + size - line))) != NULL;
+         line = end + 1) {
         int64_t step = step_of(line, (size_t)(end - line), number == 0);
         number++;
         if (step > 0 && step <= last_step) keep_line(log, line, (size_t)(end - line));
-        if (step >= 0 || !whole) continue;
+        if (step >= 0) continue;
         set_aside(aside.text, line, (size_t)(end - line) + 1);
         if (odd++ == 0) first_odd = number;
     }
@@ -118,6 +112,9 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
     if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", path, file_error(errno));
     if (!old && last_step > 0) warn("%s is missing: the log begins at step %ld", path, last_step + 1);
 
+    // The last line may lack its newline, by an editor or a kill. It gets the place of the NUL that read_file adds.
+    if (old && size && old[size - 1] != '\n') old[size++] = '\n';
+
     // The new log: the configuration, and the kept lines.
     log->copy = open_memstream(&log->text, &log->length);
     if (!log->copy) die(EXIT_FAILED, "out of host memory for %s", path);
@@ -128,19 +125,11 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
     return log;
 }
 
-// Whether the first `length` bytes of the text are in the file, and no others. An error other than a missing name
-// counts as a yes. Without `wholly` a file of this size and time is not read.
-static bool is_as_written(const RunLog* log, size_t length, bool wholly) {
+// Whether the log is still this file, and has `length` bytes.
+static bool is_as_written(const RunLog* log, size_t length) {
     struct stat now;
-    size_t size;
-    if (!is_open_as(fileno(log->file), log->path.text)) return false;
-    if (!wholly && fstat(fileno(log->file), &now) == 0 && (size_t)now.st_size == length &&
-        memcmp(&now.st_mtim, &log->changed, sizeof(now.st_mtim)) == 0)
-        return true;
-    char* text = read_file(log->path.text, LIMIT, &size);
-    const bool same = !text || (size == length && memcmp(text, log->text, size) == 0);
-    free(text);
-    return same;
+    return is_open_as(fileno(log->file), log->path.text) &&
+           (fstat(fileno(log->file), &now) != 0 || (size_t)now.st_size == length);
 }
 
 // Writes the log again, with all lines. A file that has its name is kept.
@@ -153,15 +142,18 @@ static void restore(RunLog* log) {
 }
 
 void runlog_sync(RunLog* log) {
-    // Wholly: a change within one tick of the file system's clock leaves the time as it was.
-    if (!is_as_written(log, log->length, true)) restore(log);
+    size_t size;
+    char* text = read_file(log->path.text, LIMIT, &size);
+    const bool differs = text && (size != log->length || memcmp(text, log->text, size) != 0);
+    free(text);
+    if (differs || !is_as_written(log, log->length)) restore(log);
     if (sync_file(fileno(log->file), log->written) != 0) give_up(log);
 }
 
 void runlog_add(RunLog* log, const char* line) {
     const size_t before = log->length;
     keep_line(log, line, strlen(line));
-    if (is_as_written(log, before, false))
+    if (is_as_written(log, before))
         put(log, before);
     else
         restore(log);
@@ -179,7 +171,7 @@ void runlog_list(char** line, const char* name, const double* x, int64_t n) {
 }
 
 void runlog_close(RunLog* log) {
-    if (!is_as_written(log, log->length, true)) restore(log);
+    runlog_sync(log);
     if (fclose(log->file) != 0) give_up(log);
     fclose(log->copy);
     free(log->text);

@@ -12,14 +12,14 @@
 typedef struct RunLog RunLog;
 
 // Starts `folder`/log.jsonl. Its first line is the current configuration. The lines of an existing log up to
-// `last_step` follow (0, for a new run, keeps none). Unreadable lines go to log.jsonl.unreadable, with a warning; only
-// a last line that has no newline is dropped. The run ends if the log cannot be written or is a link.
+// `last_step` follow (0, for a new run, keeps none). Unreadable lines go to log.jsonl.unreadable, with a warning. The
+// run ends if the log cannot be written or is a link.
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step);
-// Appends a line, which is one JSON object. A log that was removed, replaced or changed meanwhile is written again,
-// with all lines of the run and a warning; a file that has its name is kept as log.jsonl.replaced. runlog_sync and
-// runlog_close compare every byte.
+// Appends a line, which is one JSON object. A log that was removed, replaced, truncated or extended meanwhile is
+// written again, with all lines of the run and a warning; a file that has its name is kept as log.jsonl.replaced.
 void runlog_add(RunLog* log, const char* line);
-// Flushes all lines to the disk, before a checkpoint that relies on them.
+// Flushes all lines to the disk, before a checkpoint that relies on them. It compares every byte: a log that others
+// have written into is written again too.
 void runlog_sync(RunLog* log);
 void runlog_close(RunLog* log);
 

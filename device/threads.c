@@ -1,7 +1,5 @@
 #include "device/threads.h"
 
-#include <ctype.h>
-#include <math.h>
 #include <omp.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -22,13 +20,13 @@ void threads_check_stacks(void) {
         die(EXIT_FAILED, "a stack is limited to %ld KiB, and %d are needed: raise the limit (ulimit -s 8192)",
             (long)stack.rlim_cur >> 10, STACK_KIB);
 
-    // In KiB, unless another unit follows.
-    static const char units[] = "bkmg";
+    // In KiB, unless another unit follows: 1, 2^10, 2^20 or 2^30 bytes.
+    static const char units[] = "bkmgBKMG";
     const char *own = getenv("OMP_STACKSIZE"), *at;
     long size;
     char unit = 'k';
-    if (!own || sscanf(own, "%ld %c", &size, &unit) < 1 || !(at = strchr(units, tolower(unit)))) return;
-    if (ldexp((double)size, 10 * (int)(at - units - 1)) < STACK_KIB)
+    if (!own || sscanf(own, "%ld %c", &size, &unit) < 1 || !(at = strchr(units, unit))) return;
+    if (size << 10 * ((at - units) % 4) < STACK_KIB << 10)
         die(EXIT_USAGE, "OMP_STACKSIZE is %s; at least %dk are needed", own, STACK_KIB);
 }
 

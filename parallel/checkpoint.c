@@ -291,16 +291,11 @@ static void publish(const Saver* s) {
 
     // A checkpoint of this name can only be one that was refused at resume. It is renamed, and removed after the new
     // one has its name. Anything else of this name is kept under another one.
-    if (is_link(path)) {
-        errno = ELOOP;
-        give_up(s, "replace", path);
-    }
+    if (is_link(path)) errno = ELOOP, give_up(s, "replace", path);
     for (int n = 2; !replaces && access(old.text, F_OK) == 0; n++) old = path_of("%s.aside%d", path, n);
-    if (rename(path, old.text) == 0) {
-        if (!replaces) warn("%s is no checkpoint that can be read, so it is kept: it is now %s", path, old.text);
-    } else if (errno != ENOENT) {
-        give_up(s, "replace", path);
-    }
+    const bool found = rename(path, old.text) == 0;
+    if (!found && errno != ENOENT) give_up(s, "replace", path);
+    if (found && !replaces) warn("%s is no checkpoint that can be read, so it is kept: it is now %s", path, old.text);
     if (rename(folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
     if (replaces) clear_away(old.text);
 }

@@ -4,6 +4,7 @@
 A folder may come from another user, have the files of a killed run, be unreadable, or be in use by another run. No file
 may be lost in any of these cases, here or elsewhere.
 """
+import json
 import os
 import pathlib
 import re
@@ -395,21 +396,26 @@ class Processes(Case):
         for change in (truncate, shorten, append, other_bytes, edit, touch):
             for ends in (False, True):
                 with self.subTest(change.__name__, ends=ends), self.start(out="run") as process:
-                    self.steps_logged(3)
-                    process.send_signal(signal.SIGSTOP)
-                    os.waitpid(process.pid, os.WUNTRACED)
-                    change()
-                    there = log.read_bytes().count(b"\n")
-                    if ends:
+                    try:
+                        self.steps_logged(3)
+                        process.send_signal(signal.SIGSTOP)
+                        os.waitpid(process.pid, os.WUNTRACED)
+                        change()
+                        there = log.read_bytes().count(b"\n")
+                        if ends:
+                            process.send_signal(signal.SIGTERM)
+                        process.send_signal(signal.SIGCONT)
+                        if not ends and change is not other_bytes:  # which the save finds
+                            self.steps_logged(there + 3)
+                            lines = [json.loads(line) for line in log.read_bytes().splitlines()[:there + 3]]
+                            self.assertEqual([line.get("step", 0) for line in lines], list(range(there + 3)))
                         process.send_signal(signal.SIGTERM)
-                    process.send_signal(signal.SIGCONT)
-                    if not ends and change is not other_bytes:  # which the save finds
-                        self.steps_logged(there + 3)
-                    process.send_signal(signal.SIGTERM)
-                    _, stderr = process.communicate(timeout=60)
-                    self.assertEqual(process.returncode, 0, stderr)
-                    self.assertEqual(stderr.count("run/log.jsonl was removed, replaced or changed"), change is not touch)
-                    self.assert_every_step_once()
+                        _, stderr = process.communicate(timeout=60)
+                        self.assertEqual(process.returncode, 0, stderr)
+                        self.assertEqual(stderr.count("run/log.jsonl was removed, replaced or changed"), change is not touch)
+                        self.assert_every_step_once()
+                    finally:
+                        process.kill()
                 shutil.rmtree(self.dir / "run")
 
     def test_a_lock_of_another_program(self):
