@@ -80,17 +80,16 @@ constexpr int COLUMNS = SHAPE == WIDE ? 256 : 128;
 // --- The consumer warpgroups ---
 
 // Releases a stage: it may be overwritten by this block and its peer. One arrival per warp and block.
-template <typename Memory>
-__device__ __forceinline__ void release(Memory& s, int stage, int lane) {
+__device__ __forceinline__ void release(Shared& s, int stage, int lane) {
     if (lane < CLUSTER) barrier_arrive_cluster(cluster_address(&s.empty_barriers[stage], lane));
 }
 
 // Mainloop: d = the tile's sums. Each tile shape has its own d, set to zero here. Anything else made the compiler
 // serialize wgmma (C7511, C7512).
 template <typename P, int SHAPE>
-__device__ __forceinline__ void multiply(Shared<P>& s, float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2], int k_blocks,
-                                         int lane, RingSlot<P::STAGES>& stage) {
-    constexpr int N = COLUMNS<SHAPE>, STAGE_BYTES = Shared<P>::STAGE_BYTES;
+__device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2], int k_blocks,
+                                         int lane, RingSlot<STAGES>& stage) {
+    constexpr int N = COLUMNS<SHAPE>;
 
     // Descriptors of the operands in stage 0. They count in units of 16 bytes, and so do the steps. The next k16 is 32
     // bytes along a row, or 16 rows of 128 bytes further if rows are the contraction.
@@ -135,9 +134,9 @@ __device__ __forceinline__ void multiply(Shared<P>& s, float (&d)[PARTS<SHAPE>][
 
 // Epilogue of dgrad W2 with the backward of SwiGLU: a stage has h for 128 rows and 64 columns.
 template <typename P, int SHAPE>
-__device__ __forceinline__ void swiglu_backward(Shared<P>& s, const float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2],
+__device__ __forceinline__ void swiglu_backward(Shared& s, const float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2],
                                                 const WorkItem& item, const Epilogue& to, int columns,
-                                                RingSlot<P::STAGES>& stage, Writer& writer) {
+                                                RingSlot<STAGES>& stage, Writer& writer) {
     constexpr int PIECES = COLUMNS<SHAPE> / BOX;
     const int lane = writer.lane, row_of_warp = (threadIdx.x / 32 - 4) * 16;
     float weight[2] = {}, dot[2] = {};
@@ -175,8 +174,8 @@ __device__ __forceinline__ void swiglu_backward(Shared<P>& s, const float (&d)[P
 // One tile: mainloop and epilogue. (The work tile is read from shared memory only where it is needed, to save
 // registers.)
 template <typename P, typename Out, int SHAPE>
-__device__ __forceinline__ void compute(Shared<P>& s, const WorkItem& item, const Epilogue& to, int columns, int add,
-                                        RingSlot<P::STAGES>& stage, Writer& writer) {
+__device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const Epilogue& to, int columns, int add,
+                                        RingSlot<STAGES>& stage, Writer& writer) {
     // Mainloop: the tile's sums.
     float d[PARTS<SHAPE>][COLUMNS<SHAPE> / 2];
     multiply<P, SHAPE>(s, d, item.k_blocks, writer.lane, stage);
@@ -200,10 +199,10 @@ __device__ __forceinline__ void compute(Shared<P>& s, const WorkItem& item, cons
 
 // A consumer warp: tile after tile.
 template <typename P, typename Out>
-__device__ __forceinline__ void consume(Shared<P>& s, const Epilogue& to, int columns, int add) {
+__device__ __forceinline__ void consume(Shared& s, const Epilogue& to, int columns, int add) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     Writer writer = {s.stores[warp], 0, lane};
-    RingSlot<P::STAGES> stage = {0, 0};
+    RingSlot<STAGES> stage = {0, 0};
     RingSlot<ITEMS> at = {0, 0};
     for (;;) {
         // The work tile, written by the producer.
@@ -236,8 +235,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                         const __grid_constant__ Epilogue to, const Groups g, const Tokens tokens) {
     run_block<P>(
-        &a, &b, &to.out, g, [&](Shared<P>& s) { consume<P, Out>(s, to, g.N, g.add); },
-        [&](Shared<P>& s) {
+        &a, &b, &to.out, g, [&](Shared& s) { consume<P, Out>(s, to, g.N, g.add); },
+        [&](Shared& s) {
             if constexpr (P::HELPERS) gather<P>(s, tokens);
         },
         &to.h);
@@ -268,7 +267,7 @@ static Tokens tokens_of(const floatX* x, const Ragged& r, int64_t columns) {
 template <typename P, typename Out = floatX>
 static void run(const CUtensorMap& a, const CUtensorMap& b, const Epilogue& to, const Groups& g, const Tokens& tokens,
                 Ctx* ctx) {
-    launch<P>(grouped_gemm_kernel<P, Out>, ctx, a, b, to, g, tokens);
+    launch(grouped_gemm_kernel<P, Out>, ctx, a, b, to, g, tokens);
 }
 
 template <typename T>

@@ -21,7 +21,8 @@
 
 namespace {
 
-enum { BOX = 64, BOX_BYTES = BOX * 128 };        // rows
+enum { BOX = 64, BOX_BYTES = BOX * 128 };  // rows
+enum { STAGES = 4, STAGE_BOXES = 6, STAGE_BYTES = STAGE_BOXES * BOX_BYTES };
 enum { ITEMS = 4 };                              // work tiles that the producer may be ahead
 enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two consumer warpgroups
 enum { BOTH = (1 << CLUSTER) - 1 };              // multicast mask: a bit for each block of the cluster
@@ -36,20 +37,16 @@ struct Queue {
     uint32_t numbers[QUEUE];
 };
 
-// A block's shared memory, with N stages of BOXES boxes.
-template <int N, int BOXES, typename Extra>
-struct Memory {
-    enum { STAGES = N, STAGE_BYTES = BOXES * BOX_BYTES };
+// A block's shared memory.
+struct Shared {
     alignas(1024) uint8_t stages[STAGES][STAGE_BYTES];
     alignas(1024) uint8_t stores[WARPS][2][STORE_BYTES];
     uint64_t full_barriers[STAGES], empty_barriers[STAGES];
     uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
     WorkItem items[ITEMS];
     Queue queue;
-    Extra extra;
+    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // MXFP8's wgrad: factors of B's columns, from a helper warp
 };
-template <typename P>
-using Shared = Memory<P::STAGES, P::STAGE_BOXES, typename P::Extra>;
 
 // A slot in a ring of N, and the parity of the phase to wait for there. The producer begins with parity 1, that of the
 // phase before the first: every slot is empty.
@@ -104,8 +101,8 @@ __device__ __forceinline__ BoxOfB box_of_b(const WorkItem& item, int i, int boxe
 // take about as long as the products. So the loop decides nothing that is known before it: COMMON_A, which operand is
 // shared, is a template parameter.
 template <typename P, bool COMMON_A>
-__device__ __forceinline__ void load_blocks(Shared<P>& s, const CUtensorMap* a, const CUtensorMap* b,
-                                            const WorkItem& item, int rank, RingSlot<P::STAGES>& stage) {
+__device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const WorkItem& item,
+                                            int rank, RingSlot<STAGES>& stage) {
     const int a_boxes = boxes_of_a(item.shape), b_boxes = boxes_of_b<P>(item.shape);
     const int by_tma = (P::GATHER_A ? 0 : a_boxes) + (P::GATHER_B ? 0 : b_boxes);
     for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += P::BLOCK_K) {
@@ -124,7 +121,7 @@ __device__ __forceinline__ void load_blocks(Shared<P>& s, const CUtensorMap* a, 
         }
 
         // B's boxes at the end.
-        to += (P::STAGE_BOXES - b_boxes) * BOX_BYTES;
+        to += (STAGE_BOXES - b_boxes) * BOX_BYTES;
 #pragma unroll
         for (int j = 0; j < (COMMON_A ? 4 : 2); j++) {
             const int i = COMMON_A ? j : CLUSTER * j + rank;
@@ -152,8 +149,8 @@ __device__ __forceinline__ EpiloguePiece epilogue_piece(const WorkItem& item, in
 
 // Loads the epilogue stages from a tensor (2, rows, columns): two boxes of rows of each matrix.
 template <typename P>
-__device__ __forceinline__ void load_epilogue(Shared<P>& s, const CUtensorMap* from, const WorkItem& item, int columns,
-                                              RingSlot<P::STAGES>& stage) {
+__device__ __forceinline__ void load_epilogue(Shared& s, const CUtensorMap* from, const WorkItem& item, int columns,
+                                              RingSlot<STAGES>& stage) {
     for (int i = 0; i < P::EPILOGUE_STAGES && item.k_blocks; i++) {
         const EpiloguePiece piece = epilogue_piece(item, item.shape, i, columns);
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);
@@ -208,10 +205,10 @@ struct ClusterTiles {
 
 // The producer warp: fills both rings until there is no more work.
 template <typename P, typename Scheduler, typename Problem>
-__device__ __forceinline__ void produce(Shared<P>& s, const CUtensorMap* a, const CUtensorMap* b,
+__device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b,
                                         const CUtensorMap* in_epilogue, const Problem& g) {
     ClusterTiles<Scheduler> tiles(g, s.queue);
-    RingSlot<P::STAGES> stage = {0, 1};
+    RingSlot<STAGES> stage = {0, 1};
     RingSlot<ITEMS> at = {0, 1};
     for (;;) {
         // The work tile, for the consumers: it arrives before the data.
@@ -245,9 +242,9 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
     // It is released by the consumer warps of both blocks, as both may load into it. A work tile's slot is released by
     // all warps that read it.
     extern __shared__ __align__(1024) uint8_t memory[];
-    Shared<P>& s = *(Shared<P>*)memory;
+    Shared& s = *(Shared*)memory;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < P::STAGES; i++)
+        for (int i = 0; i < STAGES; i++)
             barrier_init(&s.full_barriers[i], 1 + P::HELPER_ARRIVALS),
                 barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
         for (int i = 0; i < ITEMS; i++)
@@ -367,9 +364,9 @@ CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, in
 }
 
 // Persistent launch: one block on every SM, in clusters.
-template <typename P, typename Kernel, typename... Params>
+template <typename Kernel, typename... Params>
 void launch(Kernel kernel, Ctx* ctx, const Params&... params) {
-    launch_long(kernel, ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared<P>), ctx, params...);
+    launch_long(kernel, ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx, params...);
 }
 
 }  // namespace

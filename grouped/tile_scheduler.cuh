@@ -51,10 +51,6 @@ struct Pass {
     static constexpr bool GATE_UP = false;                     // B's columns are pairs of a gate's and an up's
     static constexpr int EPILOGUE_STAGES = 0;                  // stages of a tile after its k blocks
     static constexpr int HELPERS = 0, HELPER_ARRIVALS = 0;     // more warps that fill a stage, and their arrivals
-
-    // In shared memory: stages, the boxes of one, and what else a kernel keeps there.
-    static constexpr int STAGES = 4, STAGE_BOXES = 6;
-    struct Extra {};
 };
 
 enum { CLUSTER = 2 };  // thread blocks
