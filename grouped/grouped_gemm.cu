@@ -171,7 +171,7 @@ __device__ __forceinline__ void swiglu_backward(Shared& s, const float (&d)[PART
     }
 }
 
-// One tile: mainloop and epilogue. (The work tile is read from shared memory only where it is needed, to save
+// One tile: mainloop and epilogue. (The work tile is copied from shared memory only where it is needed, to save
 // registers.)
 template <typename P, typename Out, int SHAPE>
 __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const Epilogue& to, int columns, int add,
@@ -179,20 +179,21 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const E
     // Mainloop: the tile's sums.
     float d[PARTS<SHAPE>][COLUMNS<SHAPE> / 2];
     multiply<P, SHAPE>(s, d, item.k_blocks, writer.lane, stage);
-    if constexpr (P::EPILOGUE_STAGES) return swiglu_backward<P, SHAPE>(s, d, item, to, columns, stage, writer);
-    if (!item.store) return;
+    const WorkItem tile = item;
+    if constexpr (P::EPILOGUE_STAGES) return swiglu_backward<P, SHAPE>(s, d, tile, to, columns, stage, writer);
+    if (!tile.store) return;
 
 #pragma unroll
     for (int part = 0; part < PARTS<SHAPE>; part++) {
         // Epilogue. Wgrad: dW_e = or += the sums. Else y or dx = the sums, zeros in pad rows.
-        const int row = part * SQUARE_SIDE + (threadIdx.x / 32 - 4) * 16, m = item.m + row, expert = item.expert;
+        const int row = part * SQUARE_SIDE + (threadIdx.x / 32 - 4) * 16, m = tile.m + row, expert = tile.expert;
         if constexpr (P::GATE_UP)
-            write_swiglu<COLUMNS<SHAPE>>(writer, d[part], to, item.n / 2, m, item.valid - row);
+            write_swiglu<COLUMNS<SHAPE>>(writer, d[part], to, tile.n / 2, m, tile.valid - row);
         else if (P::OVER_ROWS)
-            write<Out, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16,
+            write<Out, COLUMNS<SHAPE>>(writer, d[part], tile.n, columns, 16,
                                        [&](const void* piece, int n) { tma_write(add, &to.out, piece, n, m, expert); });
         else
-            write<Out, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, item.valid - row,
+            write<Out, COLUMNS<SHAPE>>(writer, d[part], tile.n, columns, tile.valid - row,
                                        [&](const void* piece, int n) { tma_store(&to.out, piece, n, m); });
     }
 }

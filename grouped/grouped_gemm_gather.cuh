@@ -17,7 +17,7 @@ namespace {
 
 enum { GATHER_WARPS = 2, GATHER_THREADS = 32 * GATHER_WARPS };
 
-// The operand to gather: (tokens, columns).
+// The operand to gather: (tokens, columns), of at most 2^31 vectors of eight.
 struct Tokens {
     const floatX* x;
     const int32_t* row_token;  // of `rows` rows
@@ -36,7 +36,7 @@ template <typename P>
 __device__ __forceinline__ void gather_tile(Shared& s, const Tokens& t, const WorkItem& tile, RingSlot<STAGES>& stage) {
     enum { BOXES = 4, STEPS = BOX / 8 };  // at most; eight rows a step
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 1, vector = lane % 8, row = 4 * warp + lane / 8;
-    const int first = P::GATHER_A ? tile.m : tile.n;
+    const int vectors = t.columns / 8, first = P::GATHER_A ? tile.m : tile.n;
     const int boxes = P::GATHER_A ? boxes_of_a(tile.shape) : boxes_of_b<P>(tile.shape);
     uint8_t* front =
         s.stages[0] + (P::GATHER_A ? 0 : (STAGE_BOXES - boxes) * BOX_BYTES) + row * 128 + (vector ^ row) * 16;
@@ -46,29 +46,31 @@ __device__ __forceinline__ void gather_tile(Shared& s, const Tokens& t, const Wo
         const int r = from + lane / 4 * 8 + 4 * warp + lane % 4;
         return r < t.rows ? t.row_token[r] : -1;
     };
-    // The token of this thread's row in a step, from the tokens in the lanes; -1: the row is zeros.
-    auto token_in = [&](int tokens, int step) { return __shfl_sync(0xffffffffu, tokens, 4 * step + lane / 8); };
-    auto copy = [&](uint8_t* to, int token, int column) {
-        uint64_t from;  // of the token's row, from this column on; the compiler's own form takes twice the instructions
-        asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(from) : "r"(token), "r"(t.columns * 2), "l"(t.x + column));
-        copy_async_16(to, (const void*)from, token < 0 || column >= t.columns ? 0 : 16);
+    // The first vector of this thread's row in a step, from the tokens in the lanes; -1: the row is zeros.
+    auto place_of = [&](int tokens, int step) {
+        const int token = __shfl_sync(0xffffffffu, tokens, 4 * step + lane / 8);
+        return token < 0 ? -1 : token * vectors;
+    };
+    auto copy = [&](uint8_t* to, int place, int column) {
+        uint64_t from;  // x + place + column; the compiler's own form takes twice the instructions
+        asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(from) : "r"(place), "l"((const uint4*)t.x + column));
+        copy_async_16(to, (const void*)from, place < 0 || column >= vectors ? 0 : 16);
     };
 
-    // Along the contraction the tokens are the same in each stage. A thread's own of the first two boxes stay in
-    // registers.
-    int tokens[BOXES], own[2][STEPS];
+    // Along the contraction the rows are the same in each stage. The places of the first two boxes stay in registers.
+    int tokens[BOXES], places[2][STEPS];
 #pragma unroll
     for (int i = 0; i < BOXES && !P::OVER_ROWS; i++) tokens[i] = i < boxes ? token_of(first + i * BOX) : -1;
 #pragma unroll
     for (int i = 0; i < 2 * STEPS && !P::OVER_ROWS; i++)
-        own[i / STEPS][i % STEPS] = token_in(tokens[i / STEPS], i % STEPS);
+        places[i / STEPS][i % STEPS] = place_of(tokens[i / STEPS], i % STEPS);
 
     int next = P::OVER_ROWS ? token_of(tile.k) : 0;  // over rows: the tokens of a k block are read one ahead
     for (int k_block = 0; k_block < tile.k_blocks; k_block++) {
         const int k = tile.k + k_block * P::BLOCK_K, over = next;
         if (P::OVER_ROWS && k_block + 1 < tile.k_blocks) next = token_of(k + P::BLOCK_K);
 #pragma unroll
-        for (int step = 0; step < STEPS && P::OVER_ROWS; step++) own[0][step] = token_in(over, step);
+        for (int step = 0; step < STEPS && P::OVER_ROWS; step++) places[0][step] = place_of(over, step);
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);
         uint8_t* to = front + stage.index * STAGE_BYTES;
 #pragma unroll
@@ -76,10 +78,10 @@ __device__ __forceinline__ void gather_tile(Shared& s, const Tokens& t, const Wo
 #pragma unroll
             for (int step = 0; step < STEPS && i < boxes; step++)
                 copy(to + i * BOX_BYTES + step * (8 * 128),
-                     P::OVER_ROWS ? own[0][step]
-                     : i < 2      ? own[i % 2][step]
-                                  : token_in(tokens[i], step),
-                     (P::OVER_ROWS ? first + i * BOX : k) + 8 * vector);
+                     P::OVER_ROWS ? places[0][step]
+                     : i < 2      ? places[i % 2][step]
+                                  : place_of(tokens[i], step),
+                     (P::OVER_ROWS ? first + i * BOX : k) / 8 + vector);
         arrive_after_copies(&s.full_barriers[stage.index]);
         stage.advance();
     }

@@ -10,7 +10,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import Case, checkpoints, curve, main, manifest, read_log, write_manifest  # noqa: E402
+from cli import Case, checkpoints, curve, main, manifest, read_log, text, write_manifest, write_shard  # noqa: E402
 
 FITS = dict(kv_lora=32, expert_ffn=32, layers=3, tokens_per_step=128)
 PRECISIONS = ("nvfp4", {}), ("mxfp4", dict(mtp=1)), ("mxfp4-weights", {})
