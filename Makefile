@@ -1,7 +1,7 @@
 # train_moe: `make` builds, `make train` runs the first training, `make test` runs every test this machine can run.
 # F64=1 builds the reference in double precision (build/f64), SANITIZE=1 adds address and undefined-behaviour checks,
-# WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out, ONIG=0 Oniguruma. ARCHS: the GPUs that the CUDA build
-# has code for, as compute capabilities ("80 90"), or all. The default: those of this machine, or all without a GPU.
+# WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out. ARCHS: the GPUs that the CUDA build has code for, as
+# compute capabilities ("80 90"), or all. The default: those of this machine, or all without a GPU.
 
 COMMA = ,
 # Before other programs that are asked something: none of them may hang a build.
@@ -15,7 +15,7 @@ FOLDERS = device data layers grouped linear mx moe model parallel pretrained
 C_FILES := $(patsubst %.c,%,$(wildcard $(FOLDERS:%=%/*.c)))
 KERNELS := $(patsubst %.cu,%,$(wildcard $(FOLDERS:%=%/*.cu)))
 OPS     := $(filter $(KERNELS),$(C_FILES))
-HOST     = $(filter-out $(OPS) device/version data/split_% parallel/ranks_%,$(C_FILES)) $(SPLIT) $(RANKS)
+HOST     = $(filter-out $(OPS) device/version parallel/ranks_%,$(C_FILES)) $(RANKS)
 # The kernels of docs/cuda.md: only in their test and their benchmark.
 LEARN   := $(patsubst %.cu,%,$(wildcard learn/*.cu))
 
@@ -34,10 +34,6 @@ CBLAS_LIB := $(call find,openblas cblas.h openblas "cblas blas" cblas)
 ZLIB      := $(call find,zlib zlib.h z)
 NCCL      := $(if $(HAVE_NVCC),$(call find,nccl nccl.h nccl))
 CUBLAS    := $(if $(HAVE_NVCC),$(call find,cublas cublasLt.h cublasLt))
-# Oniguruma cuts prompts into words for the tokenizers of a tokenizer.json; without it they can only decode.
-ONIG_LIBS := $(if $(filter 0,$(ONIG)),,$(call find,oniguruma oniguruma.h onig))
-ONIG      := $(if $(ONIG_LIBS),1,0)
-SPLIT      = data/split_$(if $(filter 0,$(ONIG)),none,onig)
 # Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
 MPI       := $(or $(MPI),$(if $(shell $(LIMIT) mpicc --showme:version 2>/dev/null),1,0))
 ifeq ($(MPI),0)
@@ -56,7 +52,7 @@ CPPFLAGS  =
 OWN       =
 CFLAGS    = -O3 -g -march=native
 # _GNU_SOURCE: nvcc defines it too.
-INCLUDES  = -I. -D_GNU_SOURCE -MMD -MP -fPIC $(filter -I%,$(CBLAS_LIB) $(ONIG_LIBS) $(ZLIB))
+INCLUDES  = -I. -D_GNU_SOURCE -MMD -MP -fPIC $(filter -I%,$(CBLAS_LIB) $(ZLIB))
 # -fno-math-errno and -fno-trapping-math let loops with exp and comparisons vectorize; neither changes a result.
 FLAGS     = -std=gnu11 -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-unused-parameter $(if $(WERROR),-Werror) $(SANITIZER) $(CFLAGS)
 SUFFIX    =
@@ -65,7 +61,7 @@ ifdef SANITIZE
 SUFFIX    = -sanitize
 SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 endif
-LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) $(ONIG_LIBS) $(ZLIB) -lm -lpthread
+LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) $(ZLIB) -lm -lpthread
 
 # $(1): what nvidia-smi is asked, once, where a goal needs it. Only numbers count, as old drivers answer with [N/A] or an error.
 smi = $(shell { $(LIMIT) nvidia-smi --query-gpu=$(1) --format=csv$(COMMA)noheader 2>/dev/null; \
@@ -85,9 +81,9 @@ GPU_CODE  = $(if $(filter all,$(ARCHS)),$(call gpu_code,$(ALL_ARCHS)) -gencode=a
 HOST_WARNINGS = -Wall -Wextra -Wno-unused-parameter -Wno-unknown-pragmas -Wno-missing-field-initializers -Wno-deprecated-enum-enum-conversion \
                 -Wno-deprecated-enum-float-conversion
 NVCCFLAGS = -O3 -lineinfo
-CUDAFLAGS = -std=c++20 $(GPU_CODE) -I. -MMD -MP $(filter -I%,$(NCCL) $(CUBLAS) $(ONIG_LIBS) $(ZLIB)) \
+CUDAFLAGS = -std=c++20 $(GPU_CODE) -I. -MMD -MP $(filter -I%,$(NCCL) $(CUBLAS) $(ZLIB)) \
             $(HOST_WARNINGS:%=-Xcompiler %) -Xcompiler -fopenmp,-Wno-unused-function $(if $(WERROR),-Werror all-warnings) $(NVCCFLAGS)
-CUDALIBS  = $(patsubst -Wl$(COMMA)%,-Xlinker %,$(NCCL) $(CUBLAS) $(MPI_LIBS) $(ONIG_LIBS) $(ZLIB)) -lgomp -lpthread -ldl
+CUDALIBS  = $(patsubst -Wl$(COMMA)%,-Xlinker %,$(NCCL) $(CUBLAS) $(MPI_LIBS) $(ZLIB)) -lgomp -lpthread -ldl
 
 # --- Targets ---
 CPU    = build/cpu$(SUFFIX)
@@ -124,7 +120,7 @@ sheet:
 
 # One line for each library or tool that a build can use.
 probe:
-	@$(foreach v,HAVE_NVCC NCCL CUBLAS CBLAS_LIB ZLIB MPI ONIG ONIG_LIBS,$v="$($v)") sh scripts/probe.sh
+	@$(foreach v,HAVE_NVCC NCCL CUBLAS CBLAS_LIB ZLIB MPI,$v="$($v)") sh scripts/probe.sh
 
 # The figures of docs/, some from runs of `tiny`: three minutes on two cores.
 docs: $(CPU)/train_moe
@@ -138,7 +134,7 @@ format:
 # Files that are written only when their contents change: what depends on them is then made again.
 stamp = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 build/%/libraries: FORCE
-	$(call stamp,$(RANKS) $(SPLIT))
+	$(call stamp,$(RANKS))
 # For device/version.o alone, never the name of a tag. A source tree without git has none.
 COMMIT = $(or $(if $(wildcard .git),$(shell $(LIMIT) git describe --always --dirty --exclude='*' 2>/dev/null)),unknown)
 build/%/commit: FORCE

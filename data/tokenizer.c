@@ -13,7 +13,7 @@
 #include "device/check.h"
 #include "device/files.h"
 
-enum { VERSION = 2, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24, WHY_BYTES = 1024 };
+enum { VERSION = 2, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24 };
 static const size_t LIMIT = (size_t)1 << 30, CONFIG_LIMIT = (size_t)1 << 17;  // bytes; usual tables have some MiB
 
 // The byte tokenizer: token i is byte i, and 256 is end of text.
@@ -35,7 +35,6 @@ static Tokenizer* open_bytes(void) {
 static Tokenizer* open_nothing(void) {
     Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
     t->eot = -1;
-    t->refused = host_strdup("there is no tokenizer");
     return t;
 }
 
@@ -115,7 +114,7 @@ static Tokenizer* open_beside(Tokenizer* table, const char* path) {
         die(EXIT_FAILED, "--tokenizer: %s and %s beside it must be of one tokenizer: %s", path, json_path.text,
             differs);
 
-    // The table is no longer needed: tokenizer.json has the same tokens, and the merges.
+    // tokenizer.json also has the bytes of tokens that are too long for a table.
     tokenizer_close(table);
     return t;
 }
@@ -139,24 +138,16 @@ static Tokenizer* open_json(const char* path) {
 }
 
 Tokenizer* tokenizer_open(const char* path) {
-    // A table has no merges, so a tokenizer.json of the same name is preferred.
-    Tokenizer* t = !path                      ? open_nothing()
-                   : path[0] == 0             ? open_bytes()
-                   : ends_with(path, ".json") ? open_json(path)
-                                              : open_beside(open_table(path), path);
-    if (!t->bpe) t->vocab = vocab_new(t->tokens, t->size);
-    t->why = (char*)host_alloc(WHY_BYTES);
-    return t;
+    return !path                      ? open_nothing()
+           : path[0] == 0             ? open_bytes()
+           : ends_with(path, ".json") ? open_json(path)
+                                      : open_beside(open_table(path), path);
 }
 
 void tokenizer_close(Tokenizer* tokenizer) {
     if (!tokenizer) return;
     free(tokenizer->data);
     free(tokenizer->tokens);
-    vocab_free(tokenizer->vocab);
-    bpe_free(tokenizer->bpe);
-    free(tokenizer->refused);
-    free(tokenizer->why);
     free(tokenizer);
 }
 
@@ -187,34 +178,8 @@ char* tokenizer_difference(const Tokenizer* a, const Tokenizer* b) {
     return NULL;
 }
 
-bool tokenizer_exact(const Tokenizer* tokenizer) { return tokenizer->bpe || tokenizer->vocab->longest == 1; }
-const char* tokenizer_why(const Tokenizer* tokenizer) {
-    return tokenizer->refused ? tokenizer->refused : tokenizer->why;
-}
-
 const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length) {
     bool known = id >= 0 && id < tokenizer->size;
     *length = known ? tokenizer->tokens[id].length : 0;
     return known ? tokenizer->tokens[id].bytes : NULL;
-}
-
-int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t capacity) {
-    if (!*text) return 0;  // with any tokenizer
-    if (tokenizer->refused) return -1;
-    // By the merges of tokenizer.json; without them, greedily by the longest token.
-    if (tokenizer->bpe) return bpe_encode(tokenizer->bpe, text, ids, capacity, tokenizer->why, WHY_BYTES);
-    // Greedy ids may differ from those of the training data, unless every token is one byte (tokenizer_exact).
-    size_t left = strlen(text);
-    int64_t n = 0;
-    for (const char* at = text; left > 0 && n < capacity; n++) {
-        const Token* found = vocab_longest(tokenizer->vocab, at, left);
-        if (!found) {
-            snprintf(tokenizer->why, WHY_BYTES, "the tokenizer has no token for the byte 0x%02x", (unsigned char)*at);
-            return -1;
-        }
-        ids[n] = found->id;
-        at += found->length;
-        left -= (size_t)found->length;
-    }
-    return n;
 }

@@ -1,4 +1,4 @@
-// Tokenizer: decodes tokens to text, for samples and logs, and encodes prompts.
+// Tokenizer: decodes tokens to text, for samples and for bits a byte. It does not encode text.
 //
 //     file          layout
 //     x.bin         llm.c's table: 256 little-endian uint32 {20240328, 2, number of tokens, end-of-text id, 0...}, then
@@ -10,20 +10,22 @@
 // If x.json exists in the folder of x.bin, it is read instead of x.bin, and must have the same tokens.
 #pragma once
 
-#include "data/bpe.h"
-#include "data/vocab.h"
+#include "device/types.h"
 
 enum { TOKENIZER_MAGIC = 20240328 };  // the first number of a tokenizer file
+
+// A token's text and id. The bytes have no NUL at their end, and belong to another structure.
+typedef struct Token {
+    const char* bytes;
+    int32_t length;
+    int32_t id;
+} Token;
 
 typedef struct Tokenizer {
     char* data;  // all tokens' bytes
     int32_t size;
     int32_t eot;
     Token* tokens;  // by id; end of text has no bytes
-    Bpe* bpe;       // from tokenizer.json, or NULL
-    Vocab* vocab;   // without bpe: for the longest match; else NULL
-    char* refused;  // the reason if text cannot be encoded, or NULL
-    char* why;      // the reason of the last failed encoding
 } Tokenizer;
 
 // An invalid file ends the run: die() names the file and the reason.
@@ -39,16 +41,6 @@ uint32_t tokenizer_hash(const Tokenizer* tokenizer);
 // The first difference between two tokenizers, in fresh memory: size, end of text, or the bytes of a token, as the
 // hash takes them. NULL: they are the same.
 char* tokenizer_difference(const Tokenizer* a, const Tokenizer* b);
-// True if text is encoded exactly as by the original tokenizer. A table alone has no merges: text is then encoded by
-// the longest match.
-bool tokenizer_exact(const Tokenizer* tokenizer);
 
 // The bytes of a token (not NUL-terminated), NULL for ids out of range; end of text and unknown ids have length 0.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length);
-
-// Encodes text. With tokenizer.json: by its merges, to the ids that the library `tokenizers` gives without its
-// post-processor; names of special tokens are encoded as text. Else greedily, by the longest token each time. Returns
-// the number of ids written, at most `capacity`; -1 on failure, with the reason in tokenizer_why. By one thread at a
-// time.
-int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t capacity);
-const char* tokenizer_why(const Tokenizer* tokenizer);

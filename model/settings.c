@@ -104,7 +104,7 @@ const Option settings_table[] = {
     WHOLE("run", "eval-every", eval_every, "0", 0, 1e9, FREE, "steps between questions; 0: at the end only"),
     WHOLE("run", "sample-every", sample_every, "0", 0, 1e9, FREE_COMMON, "steps between samples; 0: none"),
     WHOLE("run", "sample-tokens", sample_tokens, "128", 1, 1e6, FREE, "tokens of a sample"),
-    TEXT("run", "prompt", prompt, FREE_COMMON, "text that samples begin with"),
+    TEXT("run", "prompt", prompt, FREE_COMMON, "text that samples begin with, if tokens are bytes"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
     CHOICE("run", "graph", graph, "auto", "auto|off", FREE, "auto: one GPU replays its steps as CUDA graphs"),

@@ -39,20 +39,20 @@ void sample_check(const Settings* s, const Tokenizer* tokenizer) {
         die(EXIT_USAGE, "samples need --tokenizer: the ids %s go beyond 256, so they are no bytes",
             *s->sample ? "of the model" : "in the shards");
 
-    // The prompt can be told in its tokens.
-    int64_t capacity = (int64_t)strlen(s->prompt) + 1;
-    int32_t* ids = (int32_t*)host_alloc((size_t)capacity * sizeof(int32_t));
-    const int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids, capacity);
-    if (prompt < 0)
-        die(EXIT_USAGE, "--prompt '%s' cannot be encoded with --tokenizer %s: %s", s->prompt, s->tokenizer,
-            tokenizer_why(tokenizer));
-    if (*s->prompt && !tokenizer_exact(tokenizer))
-        warn("--prompt is cut into the longest tokens: %s knows no merges (they stand in a tokenizer.json)",
-             s->tokenizer);
+    // A prompt is its bytes, so the tokenizer must be that of bytes.
+    Tokenizer* bytes = tokenizer_open("");
+    char* differs = *s->prompt ? tokenizer_difference(tokenizer, bytes) : NULL;
+    if (differs)
+        die(EXIT_USAGE,
+            "--prompt: samples take a prompt only where tokens are bytes (0 to 255, end of text 256), not with "
+            "--tokenizer %s; transformers loads the run's folder and takes any prompt (docs/running.md); --prompt= "
+            "samples without one",
+            s->tokenizer);
+    tokenizer_close(bytes);
+    const int64_t prompt = (int64_t)strlen(s->prompt);
     if (prompt >= s->seq_len)
         warn("--prompt has %ld tokens and an end of text before it, more than --seq-len %ld: its beginning is cut",
              prompt, s->seq_len);
-    free(ids);
 }
 
 // Descending, for qsort.
@@ -94,14 +94,15 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
 
 char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t step) {
     const Settings* s = &m->settings;
-    // A prompt has at most one token a byte.
-    const int64_t bytes = (int64_t)strlen(s->prompt), V = m->config.V;
-    int32_t* ids = (int32_t*)host_alloc((size_t)(1 + bytes + s->sample_tokens) * sizeof(int32_t));
+    // A prompt has one token a byte (sample_check).
+    const int64_t prompt = (int64_t)strlen(s->prompt), V = m->config.V;
+    int32_t* ids = (int32_t*)host_alloc((size_t)(1 + prompt + s->sample_tokens) * sizeof(int32_t));
     real* logits = (real*)host_alloc((size_t)V * sizeof(real));
 
     // End of text and the prompt.
     ids[0] = tokenizer_eot(tokenizer);
-    int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids + 1, bytes), n = 1 + prompt;
+    for (int64_t i = 0; i < prompt; i++) ids[1 + i] = (unsigned char)s->prompt[i];
+    int64_t n = 1 + prompt;
 
     // Token after token.
     for (int64_t i = 0; i < s->sample_tokens; i++) {

@@ -8,7 +8,8 @@
 // The tokenizer of --tokenizer. Without one, tokens are bytes if none of the first in `train` is beyond 256 (NULL: if
 // the model has no other); else the tokenizer has no tokens.
 Tokenizer* sample_tokenizer(const Settings* settings, const Shards* train);
-// Ends the run before its first step if samples could not be made later, or would be no text.
+// Ends the run before its first step if samples could not be made later, or would be no text. A prompt needs tokens
+// that are bytes.
 void sample_check(const Settings* settings, const Tokenizer* tokenizer);
 
 // The index at which the running sum of the weights exp(logit / temperature) reaches u of all of it, u in (0, 1). Only

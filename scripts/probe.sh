@@ -35,10 +35,5 @@ if [ "${MPI:-1}" = 0 ]; then
 else
     found "Open MPI" "$($limit mpirun --version 2>/dev/null | sed -n '1s/.* //p'), $(command -v mpicc)"
 fi
-if [ "${ONIG:-1}" = 0 ]; then
-    missing Oniguruma "prompts are not encoded by a tokenizer.json" libonig-dev oniguruma oniguruma
-else
-    library Oniguruma "$ONIG_LIBS"
-fi
 library CBLAS "$CBLAS_LIB" "no build can be linked" libopenblas-dev openblas openblas
 library zlib "$ZLIB" "no build can be linked" zlib1g-dev zlib zlib

@@ -13,10 +13,9 @@ has() { [ -n "$(sh "${0%/*}/find.sh" "$@")" ]; }
 has zlib zlib.h z || missing="$missing zlib1g-dev"
 has openblas cblas.h openblas "cblas blas" cblas || missing="$missing libopenblas-dev"
 
-# Open MPI is for runs of several ranks, Oniguruma for prompts with a tokenizer.json. All else works without them.
+# Open MPI is for runs of several ranks. All else works without it.
 wanted=""
 [ "${MPI:-1}" = 0 ] || command -v mpicc >/dev/null 2>&1 || wanted=" libopenmpi-dev openmpi-bin"
-[ "${ONIG:-1}" = 0 ] || has oniguruma oniguruma.h onig || wanted="$wanted libonig-dev"
 without() {
     echo "setup: without$wanted ($1)" >&2
     exit 0

@@ -35,7 +35,7 @@ test-slow:
 # Again the Python files of which make test skipped a test, after the packages that they need were installed.
 test-skipped:
 	@if [ -s build/skipped ]; then $(run_tests) $$(cat build/skipped); else echo "make test skipped no Python test"; fi
-test-build: $(CPU)/train_moe $(CPU)/tests/model/libtorture.so $(CPU)/tests/data/encode $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) \
+test-build: $(CPU)/train_moe $(CPU)/tests/model/libtorture.so $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) \
             $(addprefix $(DOUBLE)/,$(TESTS_FAST_F64) $(TESTS_RANKS_F64))
 cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
 
@@ -76,7 +76,7 @@ fuzz: build/fuzz/fuzz
 	    echo "== $$target" && mkdir -p build/fuzz/$$target && build/fuzz/fuzz -max_total_time=$(SECONDS) -close_fd_mask=1 \
 	        -timeout=20 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/$$target- build/fuzz/$$target || exit 1; \
 	done
-build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst split_onig,split_none,$(subst ranks_mpi,ranks_one,$(HOST))) $(OPS)) $(wildcard */*.h) Makefile
+build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst ranks_mpi,ranks_one,$(HOST)) $(OPS)) $(wildcard */*.h) Makefile
 	$(call run,CC   ,$(FUZZ_CC) -D_GNU_SOURCE -DLIBFUZZER $(filter -I%,$(INCLUDES)) -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) $(ZLIB) -lgomp -lm $(FUZZ_WRAP))
 
 # Random KILLS, failing calls (FAILS) and DAMAGES of short runs, from SEED.

@@ -308,10 +308,17 @@ class BadOptions(Case):
     def test_samples(self):
         write_tokenizer(self.dir / "letters.bin", [b"<end>", b"a", b"b", b"ab"])
         sampling = dict(sample_every=5, tokenizer="letters.bin", out="run")
-        self.refused(2, "--prompt 'abc'", "letters.bin", prompt="abc", **sampling)
+        said = "tokens are bytes (0 to 255, end of text 256), not with --tokenizer letters.bin; transformers loads the run's folder and takes any"
+        self.refused(2, said, vocab=257, prompt="ab", **sampling)
+        for change, eot in ((b"a", 256), (b"\0", 255)):  # nearly bytes
+            write_tokenizer(self.dir / "near.bin", [change, *(bytes([i]) for i in range(1, 256)), b"<end>"], eot)
+            self.refused(2, "not with --tokenizer near.bin; transformers", prompt="ab", vocab=257, **{**sampling, "tokenizer": "near.bin"})
         self.refused(2, "bytes", "257 tokens", "--vocab 200", sample_every=5, vocab=200, out="run")
         self.refused(2, "letters.bin", "4 tokens", "--vocab 3", vocab=3, **sampling)
-        self.train(steps=5, vocab=257, **{**sampling, "prompt": "abba"})
+        self.train(steps=5, vocab=257, **sampling)
+        self.assertIn("not with --tokenizer letters.bin; transformers",
+                      self.call([PROGRAM, "--sample", "run", "--tokenizer", "letters.bin", "--prompt", "ab"], 2).stderr)
+        self.call([PROGRAM, "--sample", "run", "--tokenizer", "letters.bin", "--sample-tokens", "2"])
         # With end of text before it, a prompt of 31 tokens fills a window.
         said = "warning: --prompt has 32 tokens and an end of text before it, more than --seq-len 32: its beginning is cut"
         for length in (31, 32):
@@ -363,9 +370,9 @@ class TokenizerBesideShards(Case):
             self.check(self.beside if train == self.dir / "data/text_train_*.bin" else beside, 300, train=train)
         self.check(beside, 320, vocab=320)
         self.check(beside, 300, dry_run="all")
-        done = self.check(beside, 300, sample_every=1, sample_tokens=5, prompt="7 8 ")
+        done = self.check(beside, 300, sample_every=1, sample_tokens=5)
         self.assertIn("\ntokenizer  data/text_tokenizer.bin, 300 tokens\n", done.stdout)
-        self.assertRegex(done.stdout, r"--- sample at step 1\n7 8 (\d+ ){5}\n---")
+        self.assertRegex(done.stdout, r"--- sample at step 1\n(\d+ ){5}\n---")
 
     def test_another_is_given(self):
         """--tokenizer must name the one of the shards, whose copy passes, and another of the same size does not."""

@@ -40,16 +40,10 @@ class Build(unittest.TestCase):
         (self.dir / "scripts/probe.sh").write_text("echo probe; sleep 0.5; echo end of probe\n", "utf-8")
         for target in (["all", "-j8"], ["train"]):
             shutil.rmtree(self.dir / "build", ignore_errors=True)
-            done = subprocess.run(["make", "MPI=0", "ONIG=0", "CBLAS_LIB=", "HAVE_GPU=", f"CC={self.dir}/bin/nvcc", "ARCHS=80", "JOBS=8", *target],
+            done = subprocess.run(["make", "MPI=0", "CBLAS_LIB=", "HAVE_GPU=", f"CC={self.dir}/bin/nvcc", "ARCHS=80", "JOBS=8", *target],
                                   cwd=self.dir, env=self.environment(), timeout=60, capture_output=True, encoding="utf-8")
             self.assertEqual((done.returncode, done.stdout.splitlines()[:2]), (0, ["probe", "end of probe"]), done.stderr)
             self.assertIn("  LINK  build/cpu/train_moe", done.stdout.splitlines()[2:])
-
-    def test_missing_oniguruma(self):
-        """A compiler without Oniguruma's header builds without it."""
-        done = subprocess.run(["make", "-pn", "MPI=0", "CC=cc -nostdinc"], cwd=self.dir, env=self.environment() | {"PKG_CONFIG_LIBDIR": "/"},
-                              timeout=60, capture_output=True, encoding="utf-8")
-        self.assertRegex(done.stdout, r"(?m)^ONIG := 0$")
 
     def test_visible_gpus(self):
         """`make` counts the GPUs that CUDA_VISIBLE_DEVICES leaves, of two or of none."""
@@ -131,7 +125,7 @@ case $* in *update*) [ -e second ] || { touch second; echo E: $WHY >&2; exit 100
             for name in ("said", "second"):
                 (self.dir / name).unlink(missing_ok=True)
             done = subprocess.run(["sh", ROOT / "scripts/setup.sh"], cwd=self.dir, timeout=60, capture_output=True, encoding="utf-8",
-                                  env=self.environment() | {"CC": "no-compiler", "MPI": "0", "ONIG": "0", "WHY": why})
+                                  env=self.environment() | {"CC": "no-compiler", "MPI": "0", "WHY": why})
             self.assertEqual(done.returncode, code, done.stderr)
             said = (self.dir / "said").read_text("utf-8")
             self.assertEqual((said.count("slept 10"), said.count(" update "), said.count(" install ")), (slept, 1 + slept, slept))
@@ -209,8 +203,8 @@ case $* in *update*) [ -e second ] || { touch second; echo E: $WHY >&2; exit 100
                      r"CBLAS +-lopenblas, from /o/lib", r"zlib +-lz, from folders of the compiler"):
             self.assertRegex(text, f"(?m)^{line}$")
         self.assertEqual(len(re.findall("(?m)^nvcc", text)), 1)
-        text = say(HAVE_NVCC=str(self.dir / "bin/nvcc"), MPI="0", ONIG="0")
-        for name, package in (("NCCL", "nccl"), ("Open MPI", "openmpi"), ("Oniguruma", "oniguruma"), ("CBLAS", "openblas"), ("zlib", "zlib")):
+        text = say(HAVE_NVCC=str(self.dir / "bin/nvcc"), MPI="0")
+        for name, package in (("NCCL", "nccl"), ("Open MPI", "openmpi"), ("CBLAS", "openblas"), ("zlib", "zlib")):
             self.assertRegex(text, rf"(?m)^{name} +none: .*\n +Debian: apt install .*-c conda-forge {package}; .*module load {package}$")
 
     def test_report(self):
@@ -265,7 +259,7 @@ esac
         use it."""
         packages = re.findall(r'(?:missing|wanted)="(?:\$\w+)? ([^"$]+)"', (ROOT / "scripts/setup.sh").read_text("utf-8"))
         names, lines = {name for group in packages for name in group.split()}, (ROOT / "Dockerfile").read_text("utf-8")
-        self.assertLessEqual({"zlib1g-dev", "libopenblas-dev", "libonig-dev", "openmpi-bin"}, names)
+        self.assertLessEqual({"zlib1g-dev", "libopenblas-dev", "openmpi-bin"}, names)
         self.assertEqual(names - set(lines.split()), set())
         texts = [path.read_text("utf-8") for folder in ("scripts", "docs") for path in sorted((ROOT / folder).glob("*.[sm][hd]"))]
         for call, packages in ((r"\bcurl -", {"curl", "ca-certificates"}), (r"python3 -m venv", {"python3-venv"}),
@@ -290,7 +284,7 @@ esac
     def test_other_gpus(self):
         """For other GPUs only kernels are compiled again, also after a benchmark was built."""
         first = self.made("cuda", "ARCHS=80")
-        self.assertLessEqual({"build/cuda/train_moe.o", "build/cuda/layers/matmul.o", "build/cuda/data/bpe.o"}, first)
+        self.assertLessEqual({"build/cuda/train_moe.o", "build/cuda/layers/matmul.o", "build/cuda/data/json.o"}, first)
         self.assertEqual(self.made("cuda", "ARCHS=80"), set())
         self.assertEqual(self.made("build/cuda/bench/casts", "ARCHS=80"), {"build/cuda/bench/casts.o"})
         kernels = {name for name in first if (ROOT / name.removeprefix("build/cuda/")).with_suffix(".cu").exists()}
