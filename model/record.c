@@ -190,7 +190,7 @@ void record_check(const Json* record, bool stage, const Settings* s) {
 
     if (stage) return;
 
-    // What another version would compute otherwise.
+    // Two revisions, where the run depends on them.
     Mixture mixture = mixture_parse("--train", s->train);
     const Format* formats[] = {format_of_id(s->expert_precision, s->scale_rule),
                                format_of_id(s->wgrad_precision, s->scale_rule),

@@ -116,7 +116,7 @@ class Processors(cli.Case):
             command[command.index("none")] = bind
             environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
             done = subprocess.run([*command, *map(str, cli.command(train=self.train_glob, steps=1))], cwd=self.dir, timeout=60,
-                                  stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+                                  stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", env=environment)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertEqual(f"mpirun has bound this rank to 1 of {count} processors, which 1 rank could share: start it with "
                              "mpirun --bind-to none" in done.stderr, bound, (bind, threads, done.stderr))

@@ -95,15 +95,15 @@ class Checkpoints(Case):
                            ("step_00000022.aside", "thesis.txt"), ("step_00000023", None)):
             path = out / name / file if file else out / name
             path.parent.mkdir(exist_ok=True)
-            path.write_text("mine, " + name)
-            own[name] = path.read_text()
+            path.write_text("mine, " + name, "utf-8")
+            own[name] = path.read_text("utf-8")
         done = self.train(out="run", resume=True, steps=24, save_every=1, keep=1)
         self.assertEqual(done.stderr.count("is no checkpoint that can be read, so it is kept"), 3)
-        self.assertEqual((out / "step_00000005/thesis.txt").read_text(), own["step_00000005"])
-        self.assertEqual((out / "step_00000021.aside/manifest.json").read_text(), own["step_00000021"])
-        self.assertEqual((out / "step_00000022.aside/thesis.txt").read_text(), own["step_00000022.aside"])
-        self.assertEqual((out / "step_00000022.aside2/thesis.txt").read_text(), own["step_00000022"])
-        self.assertEqual((out / "step_00000023.aside").read_text(), own["step_00000023"])
+        self.assertEqual((out / "step_00000005/thesis.txt").read_text("utf-8"), own["step_00000005"])
+        self.assertEqual((out / "step_00000021.aside/manifest.json").read_text("utf-8"), own["step_00000021"])
+        self.assertEqual((out / "step_00000022.aside/thesis.txt").read_text("utf-8"), own["step_00000022.aside"])
+        self.assertEqual((out / "step_00000022.aside2/thesis.txt").read_text("utf-8"), own["step_00000022"])
+        self.assertEqual((out / "step_00000023.aside").read_text("utf-8"), own["step_00000023"])
         self.assert_same_run(out, self.reference(24, save_every=24), 24)
         self.assertEqual(checkpoints(out), ["step_00000005", "step_00000021.aside", "step_00000022.aside",
                                             "step_00000022.aside2", "step_00000024"])

@@ -507,14 +507,14 @@ class TokenizerBesideShards(Case):
                        capture_output=True)
         write_tokenizer(self.dir / "made/text_tokenizer.bin", [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], 3)
         self.train(train="made/text_train_*.bin", out="run", steps=1)
-        config = json.loads((self.dir / "run/step_00000001/config.json").read_text())
+        config = json.loads((self.dir / "run/step_00000001/config.json").read_text("utf-8"))
         self.assertEqual(config["eos_token_id"], 3)
         self.train(train="made/text_train_*.bin", init="run", steps=1)
         (self.dir / "run/step_00000001/manifest.json").unlink()
         evaluate = [PROGRAM, "--evaluate", "run/step_00000001", "--val", "made/text_val_*.bin", "--seq-len", 32]
         for eot, said in (([3, 256], None), (256, "end of text is token 3, not 256"), (None, "end of text is token 3, not 256"),
                           (257, "has 257 tokens, but end of text has id 257 in run/step_00000001/config.json")):
-            (self.dir / "run/step_00000001/config.json").write_text(json.dumps({**config, "eos_token_id": eot}))
+            (self.dir / "run/step_00000001/config.json").write_text(json.dumps({**config, "eos_token_id": eot}), "utf-8")
             done = self.call(evaluate, 0 if not said else 1 if eot == 257 else 2)
             self.assertIn(said or "bits a byte", done.stderr or done.stdout)
 

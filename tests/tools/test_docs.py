@@ -62,7 +62,7 @@ class Docs(unittest.TestCase):
         quoted = [found for page in PAGES for _, text in fences(page) for found in re.findall(r"(?m)^ *([\w/]+\.(?:c|cu)):(\d+): (.*)", text)]
         self.assertGreater(len(quoted), 2)
         for name, number, said in quoted:
-            line, (condition, values) = (ROOT / name).read_text().splitlines()[int(number) - 1], said.split(": ")[:2]
+            line, (condition, values) = (ROOT / name).read_text("utf-8").splitlines()[int(number) - 1], said.split(": ")[:2]
             self.assertTrue(condition in line or values.split()[0] in line, f"{name}:{number}: {said}\nis not of\n{line}")
 
     def test_links(self):

@@ -184,14 +184,14 @@ class Script(unittest.TestCase):
             folder = pathlib.Path(folder)
             (folder / "build").mkdir()
             (folder / "scripts").mkdir()
-            (folder / "scripts/prepare_text.py").write_text("")
-            (folder / "cc").write_text("#!/bin/sh\nprintf '#!/bin/sh\\necho policy $OMP_WAIT_POLICY\\n' >build/sheet; chmod +x build/sheet\n")
+            (folder / "scripts/prepare_text.py").write_text("", "utf-8")
+            (folder / "cc").write_text("#!/bin/sh\nprintf '#!/bin/sh\\necho policy $OMP_WAIT_POLICY\\n' >build/sheet; chmod +x build/sheet\n", "utf-8")
             (folder / "cc").chmod(0o755)
-            page = re.search(r"^sheet\(\) \{\n.*?^\}\n", (ROOT / "docs/exercises.md").read_text(), re.M | re.S)[0]
+            page = re.search(r"^sheet\(\) \{\n.*?^\}\n", (ROOT / "docs/exercises.md").read_text("utf-8"), re.M | re.S)[0]
             (folder / "runs").mkdir()
-            for script in ((ROOT / "scripts/sheet.sh").read_text(), page + "sheet x; cat runs/sheet-x.txt"):
+            for script in ((ROOT / "scripts/sheet.sh").read_text("utf-8"), page + "sheet x; cat runs/sheet-x.txt"):
                 environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-                done = subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, text=True,
+                done = subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, encoding="utf-8",
                                       env={**environment, "CC": "./cc", "PATH": f"{folder}:{environment['PATH']}"})
                 self.assertIn("policy passive\n", done.stdout, done.stderr)
 
