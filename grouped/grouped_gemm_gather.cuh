@@ -17,7 +17,7 @@ namespace {
 
 enum { GATHER_WARPS = 2, GATHER_THREADS = 32 * GATHER_WARPS };
 
-// The operand to gather: (tokens, columns), of at most 2^31 vectors of eight.
+// The operand to gather: (tokens, columns), below 2^31 vectors of eight.
 struct Tokens {
     const floatX* x;
     const int32_t* row_token;  // of `rows` rows

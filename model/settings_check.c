@@ -79,6 +79,9 @@ static void check_sizes(const Settings* s) {
         {"tokens in all", "--steps x --tokens-per-step", (double)s->steps * fmax(micro, (double)s->tokens_per_step),
          1e18},
         {"rows of the experts", "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", rows, INT32_MAX},
+        // Their places count vectors of eight (grouped/grouped_gemm_gather.cuh).
+        {"numbers of a rank's tokens", "--batch x --seq-len x --dim x --ep", tokens * C * (double)s->ep,
+         8.0 * INT32_MAX},
         {"rows quantized for --wgrad-precision mxfp8",
          "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", s->wgrad_precision ? rows : 0,
          65535.0 * 128},  // limit of a grid in y

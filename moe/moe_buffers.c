@@ -22,9 +22,8 @@ static void plan_hidden(Arena* a, MoeSaved* saved, MoeShape s) {
 static void plan_routed(Arena* a, MoeSaved* saved, MoeShape s) {
     const int32_t El = local_experts(saved->route.shape);
     const int64_t rows = ragged_rows(saved->route.choices, El, a->backend);
-    // Row numbers are int32, and so are places of tokens in vectors of eight numbers (grouped/grouped_gemm_gather.cuh).
+    // Row numbers are int32.
     ASSERT(max_i64(rows, max_i64(saved->route.received, saved->route.send.capacity)) <= INT32_MAX);
-    ASSERT(saved->route.received * ceil_div(s.router.C, 8) <= INT32_MAX);
     saved->ragged.El = El;
     saved->ragged.capacity = rows;
     ARENA(a, "group starts", ELEMENT_I64, El + 1, 0, &saved->ragged.group_start);

@@ -231,6 +231,14 @@ class BadOptions(Case):
                 if done.returncode == 1:
                     self.assertIn("memory: the run does not fit", done.stderr)
 
+    def test_places_of_tokens(self):
+        """Gathered rows have places of 31 bits in vectors of eight numbers; places count tokens, however many rows they have."""
+        sizes = ["--dry-run", "--seq-len", 1024, "--dim", 8192, "--top-k", 8, *ANY_GPU]
+        self.call([PROGRAM, *sizes, "--batch", 2047])
+        done = self.call([PROGRAM, *sizes, "--batch", 2048], 2)
+        self.assertIn("--batch x --seq-len x --dim x --ep make 1.717986918e+10 numbers of a rank's tokens: at most 1.717986918e+10 are "
+                      "possible", done.stderr)
+
     def test_many_layers(self):
         """The time of a plan grows in proportion to the layers: 1024 take about 0.05 s, where each pair of buffers was compared 3 s."""
         began = time.monotonic()

@@ -105,7 +105,8 @@ class Log(Case):
         self.train(out="run", steps=10, val=self.val_glob, val_every=4, val_tokens=256, lr=1e-2, warmup=5)
         first, steps = read_log(self.dir / "run")
         listed = re.findall(r"^  --([a-z0-9-]+) ", self.call([PROGRAM, "--help", "all"]).stdout, re.M)
-        self.assertEqual(list(first), listed + ["warmup-steps", "updates-before", "tokens-before", "flops-per-token", "build", "host", "device"])
+        self.assertEqual(list(first), listed + ["warmup-steps", "updates-before", "tokens-before", "fp4-rounding", "mixture-order",
+                                                "flops-per-token", "build", "host", "device"])
         self.assertRegex(first["build"], "^train_moe .* build in ")
         self.assertEqual(first["host"], socket.gethostname())
         # Two blocks of attention, a dense MLP, two experts and a shared one of 3 x 32 x 16, router, lm_head; keys of 32 / 2 positions.
