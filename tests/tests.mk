@@ -22,7 +22,7 @@ test:
 	@sh scripts/setup.sh
 	@$(MAKE) --no-print-directory probe
 	@$(MAKE) --no-print-directory -j$(JOBS) test-build $(if $(HAVE_GPU),cuda-test-build $(TESTS_SLOW_F64:%=$(DOUBLE)/%))
-	@$(run_tests) $(if $(HAVE_GPU),,--part fast) $(TESTS:%=$(CPU)/%) $(if $(HAVE_GPU),$(TESTS_F64:%=$(DOUBLE)/%),$(TESTS_FAST_F64:%=$(DOUBLE)/%)) \
+	@$(run_tests) --list-skipped build/skipped $(if $(HAVE_GPU),,--part fast) $(TESTS:%=$(CPU)/%) $(if $(HAVE_GPU),$(TESTS_F64:%=$(DOUBLE)/%),$(TESTS_FAST_F64:%=$(DOUBLE)/%)) \
 	    $(foreach t,$(TESTS_CUDA),$(if $(HAVE_GPU),$(if $(filter $t,$(TEST_ALONE)),--alone),--skip) $(CUDA)/$t) \
 	    $(TESTS_RANKS:%=--ranks 4 $(CPU)/%) $(TESTS_RANKS_F64:%=--ranks 4 $(DOUBLE)/%) \
 	    $(TESTS_CUDA_RANKS:%=$(if $(HAVE_GPU),--ranks $(GPUS),--skip) $(CUDA)/%)
