@@ -66,42 +66,61 @@ struct Swiglu : TokensA<Forward> {
     static constexpr bool GATE_UP = true;
 };
 
+// The longest contraction for which dgrad of W2 runs in ping-pong.
+enum { PING_PONG_WIDTH = 768 };
+
 // Dgrad of W2, with the backward of SwiGLU in the epilogue.
 struct DgradSwiglu : Dgrad {
     static constexpr int EPILOGUE_STAGES = 4;
 };
 
-// A tile of each shape: its parts of 128 rows, 64 for each of the two warpgroups, and its columns.
-template <int SHAPE>
-constexpr int PARTS = SHAPE == TALL ? 2 : 1;
+// The same with ping-pong.
+struct DgradSwigluPingPong : DgradSwiglu {
+    static constexpr bool PING_PONG = true;
+    static constexpr int STAGES = 6, STAGE_BOXES = 4, EPILOGUE_STAGES = 2;
+};
+
+// A tile of each shape: its columns, and a warpgroup's parts of 64 rows. Two warpgroups share each 128 rows, but with
+// ping-pong.
 template <int SHAPE>
 constexpr int COLUMNS = SHAPE == WIDE ? 256 : 128;
+template <typename P, int SHAPE>
+constexpr int PARTS = P::PING_PONG || SHAPE == TALL ? 2 : 1;
+template <typename P>
+constexpr int PART_BOXES = P::PING_PONG ? 1 : 2;  // from a part to the next
+
+// The first row of a tile for this consumer warpgroup, in boxes.
+template <typename P>
+__device__ __forceinline__ int first_box() {
+    return P::PING_PONG ? 0 : threadIdx.x / 128 - 1;
+}
 
 // --- The consumer warpgroups ---
 
 // Releases a stage: it may be overwritten by this block and its peer. One arrival per warp and block.
-__device__ __forceinline__ void release(Shared& s, int stage, int lane) {
+template <typename Memory>
+__device__ __forceinline__ void release(Memory& s, int stage, int lane) {
     if (lane < CLUSTER) barrier_arrive_cluster(cluster_address(&s.empty_barriers[stage], lane));
 }
 
 // Mainloop: d = the tile's sums. Each tile shape has its own d, set to zero here. Anything else made the compiler
 // serialize wgmma (C7511, C7512).
 template <typename P, int SHAPE>
-__device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2], int k_blocks,
-                                         int lane, RingSlot<STAGES>& stage) {
-    constexpr int N = COLUMNS<SHAPE>;
+__device__ __forceinline__ void multiply(Shared<P>& s, float (&d)[PARTS<P, SHAPE>][COLUMNS<SHAPE> / 2], int k_blocks,
+                                         int lane, RingSlot<P::STAGES>& stage) {
+    constexpr int N = COLUMNS<SHAPE>, STAGE_BYTES = Shared<P>::STAGE_BYTES;
 
     // Descriptors of the operands in stage 0. They count in units of 16 bytes, and so do the steps. The next k16 is 32
     // bytes along a row, or 16 rows of 128 bytes further if rows are the contraction.
     constexpr int MN_A = P::K_ROWS_A, MN_B = P::K_ROWS_B;
-    constexpr int STEP_A = MN_A ? 128 : 2, STEP_B = MN_B ? 128 : 2, PART = 2 * BOX_BYTES / 16;
+    constexpr int STEP_A = MN_A ? 128 : 2, STEP_B = MN_B ? 128 : 2, PART = PART_BOXES<P> * BOX_BYTES / 16;
     const uint32_t front = shared_address(s.stages), end = front + STAGE_BYTES;
-    const uint64_t a = wgmma_descriptor<64>(front + (threadIdx.x / 128 - 1) * BOX_BYTES, BOX_BYTES);
+    const uint64_t a = wgmma_descriptor<64>(front + first_box<P>() * BOX_BYTES, BOX_BYTES);
     const uint64_t b = wgmma_descriptor<64>(end - N / 64 * BOX_BYTES, BOX_BYTES);
 
     // d = 0
 #pragma unroll
-    for (int part = 0; part < PARTS<SHAPE>; part++)
+    for (int part = 0; part < PARTS<P, SHAPE>; part++)
 #pragma unroll
         for (int i = 0; i < N / 2; i++) d[part][i] = 0;
 
@@ -116,7 +135,7 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
 #pragma unroll
         for (int k = 0; k < P::BLOCK_K / 16; k++)
 #pragma unroll
-            for (int part = 0; part < PARTS<SHAPE>; part++)
+            for (int part = 0; part < PARTS<P, SHAPE>; part++)
                 wgmma_ss<N, MN_A, MN_B>(d[part], a + at + k * STEP_A + part * PART, b + at + k * STEP_B, 1);
         wgmma_commit();
         wgmma_wait<1>();
@@ -125,44 +144,57 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
         stage.advance();
     }
 
+    // The other warpgroup's turn: it may wait for its stages only when all those of this tile are full. (The parity of
+    // a barrier tells a phase from the next one, not from the one after.)
+    if (P::PING_PONG) {
+        RingSlot<P::STAGES> next = stage;
+        for (int i = 0; i < P::EPILOGUE_STAGES; i++, next.advance())
+            barrier_wait(&s.full_barriers[next.index], next.phase);
+        if (lane == 0) barrier_arrive(&s.turn_barriers[2 - threadIdx.x / 128]);
+    }
+
     // The last k block.
     wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < PARTS<SHAPE>; part++) wgmma_pin(d[part]);
+    for (int part = 0; part < PARTS<P, SHAPE>; part++) wgmma_pin(d[part]);
     release(s, before, lane);
 }
 
 // Epilogue of dgrad W2 with the backward of SwiGLU: a stage has h for 128 rows and 64 columns.
 template <typename P, int SHAPE>
-__device__ __forceinline__ void swiglu_backward(Shared& s, const float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2],
-                                                const WorkItem& item, const Epilogue& to, int columns,
-                                                RingSlot<STAGES>& stage, Writer& writer) {
-    constexpr int PIECES = COLUMNS<SHAPE> / BOX;
-    const int lane = writer.lane, row_of_warp = (threadIdx.x / 32 - 4) * 16;
-    float weight[2] = {}, dot[2] = {};
+__device__ __forceinline__ void swiglu_backward(Shared<P>& s, const float (&d)[PARTS<P, SHAPE>][COLUMNS<SHAPE> / 2],
+                                                const WorkItem& tile, const Epilogue& to, int columns,
+                                                RingSlot<P::STAGES>& stage, Writer& writer) {
+    constexpr int PIECES = COLUMNS<SHAPE> / BOX, AT_ONCE = P::PING_PONG ? 2 : 1;
+    const int lane = writer.lane, row_of_warp = first_box<P>() * BOX + threadIdx.x / 32 % 4 * 16;
+    float weight[AT_ONCE][2] = {}, dot[AT_ONCE][2] = {};
 #pragma unroll
     for (int i = 0; i < P::EPILOGUE_STAGES; i++) {
         barrier_wait(&s.full_barriers[stage.index], stage.phase);
-        const EpiloguePiece piece = epilogue_piece(item, SHAPE, i, columns);
-        if (piece.exists) {
+        const EpiloguePiece piece = epilogue_piece(tile, SHAPE, i, columns);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int part = i / PIECES + k;
+            if (part >= PARTS<P, SHAPE> || !piece.exists) continue;
+
             // The gates of this lane's two rows, and the gradients.
-            const int row = piece.part * SQUARE_SIDE + row_of_warp, first = item.m + row + lane / 4;
+            const int row = part * PART_BOXES<P> * BOX + row_of_warp, first = tile.m + row + lane / 4;
             if (i % PIECES == 0)
                 for (int half = 0; half < 2; half++)
-                    weight[half] = first + 8 * half < to.rows ? to.row_gate[first + 8 * half] : 0;
-            const uint8_t* gate = s.stages[stage.index] + row_of_warp * 128;
-            write_swiglu_backward(writer, d[piece.part] + i % PIECES * (BOX / 2), gate, gate + 2 * BOX_BYTES, to,
-                                  piece.column, item.m + row, columns, item.valid - row, weight, dot);
+                    weight[k][half] = first + 8 * half < to.rows ? to.row_gate[first + 8 * half] : 0;
+            const uint8_t* gate = s.stages[stage.index] + row % SQUARE_SIDE * 128;
+            write_swiglu_backward(writer, d[part] + i % PIECES * (BOX / 2), gate, gate + 2 * BOX_BYTES, to,
+                                  piece.column, tile.m + row, columns, tile.valid - row, weight[k], dot[k]);
 
             // <da', a> of 128 columns, summed in a fixed order.
             if (i % 2 == 1 || piece.column + BOX >= columns)
                 for (int half = 0; half < 2; half++) {
-                    float sum = dot[half];
+                    float sum = dot[k][half];
                     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
                     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
                     if (lane % 4 == 0 && first + 8 * half < to.rows)
                         to.drow_gate[(int64_t)(first + 8 * half) * to.parts + piece.column / SQUARE_SIDE] = sum;
-                    dot[half] = 0;
+                    dot[k][half] = 0;
                 }
         }
         __syncwarp();
@@ -171,22 +203,23 @@ __device__ __forceinline__ void swiglu_backward(Shared& s, const float (&d)[PART
     }
 }
 
-// One tile: mainloop and epilogue. (The work tile is copied from shared memory only where it is needed, to save
-// registers.)
+// One tile: mainloop and epilogue. It is tile i of a work tile. (That is read from shared memory only where it is
+// needed, to save registers.)
 template <typename P, typename Out, int SHAPE>
-__device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const Epilogue& to, int columns, int add,
-                                        RingSlot<STAGES>& stage, Writer& writer) {
+__device__ __forceinline__ void compute(Shared<P>& s, const WorkItem& item, int i, const Epilogue& to, int columns,
+                                        int add, RingSlot<P::STAGES>& stage, Writer& writer) {
     // Mainloop: the tile's sums.
-    float d[PARTS<SHAPE>][COLUMNS<SHAPE> / 2];
+    float d[PARTS<P, SHAPE>][COLUMNS<SHAPE> / 2];
     multiply<P, SHAPE>(s, d, item.k_blocks, writer.lane, stage);
-    const WorkItem tile = item;
+    const WorkItem tile = tile_of<P>(item, i);
     if constexpr (P::EPILOGUE_STAGES) return swiglu_backward<P, SHAPE>(s, d, tile, to, columns, stage, writer);
     if (!tile.store) return;
 
 #pragma unroll
-    for (int part = 0; part < PARTS<SHAPE>; part++) {
+    for (int part = 0; part < PARTS<P, SHAPE>; part++) {
         // Epilogue. Wgrad: dW_e = or += the sums. Else y or dx = the sums, zeros in pad rows.
-        const int row = part * SQUARE_SIDE + (threadIdx.x / 32 - 4) * 16, m = tile.m + row, expert = tile.expert;
+        const int row = (part * PART_BOXES<P> + first_box<P>()) * BOX + threadIdx.x / 32 % 4 * 16;
+        const int m = tile.m + row, expert = tile.expert;
         if constexpr (P::GATE_UP)
             write_swiglu<COLUMNS<SHAPE>>(writer, d[part], to, tile.n / 2, m, tile.valid - row);
         else if (P::OVER_ROWS)
@@ -198,13 +231,15 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const E
     }
 }
 
-// A consumer warp: tile after tile.
+// A consumer warp: tile after tile. With ping-pong it computes every other one.
 template <typename P, typename Out>
-__device__ __forceinline__ void consume(Shared& s, const Epilogue& to, int columns, int add) {
+__device__ __forceinline__ void consume(Shared<P>& s, const Epilogue& to, int columns, int add) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     Writer writer = {s.stores[warp], 0, lane};
-    RingSlot<STAGES> stage = {0, 0};
+    RingSlot<P::STAGES> stage = {0, 0};
     RingSlot<ITEMS> at = {0, 0};
+    RingSlot<1> turn = {0, warp < 4};  // the first warpgroup's first turn is at once
+    bool mine = warp < 4;
     for (;;) {
         // The work tile, written by the producer.
         barrier_wait(&s.item_full_barriers[at.index], at.phase);
@@ -213,12 +248,23 @@ __device__ __forceinline__ void consume(Shared& s, const Epilogue& to, int colum
         if (item.k_blocks == 0) break;
 
         // Its tile, by shape.
-        if (!P::SIDE_BY_SIDE && shape == WIDE)
-            compute<P, Out, WIDE>(s, item, to, columns, add, stage, writer);
-        else if (shape == TALL)
-            compute<P, Out, TALL>(s, item, to, columns, add, stage, writer);
-        else
-            compute<P, Out, SQUARE>(s, item, to, columns, add, stage, writer);
+        if constexpr (P::PING_PONG) {
+            for (int i = 0; i < tiles_of<P>(item); i++, mine = !mine)
+                if (mine) {
+                    barrier_wait(&s.turn_barriers[warp / 4], turn.phase);
+                    turn.advance();
+                    compute<P, Out, SQUARE>(s, item, i, to, columns, add, stage, writer);
+                } else {
+                    stage.skip(item.k_blocks + P::EPILOGUE_STAGES);
+                }
+        } else {
+            if (!P::SIDE_BY_SIDE && shape == WIDE)
+                compute<P, Out, WIDE>(s, item, 0, to, columns, add, stage, writer);
+            else if (shape == TALL)
+                compute<P, Out, TALL>(s, item, 0, to, columns, add, stage, writer);
+            else
+                compute<P, Out, SQUARE>(s, item, 0, to, columns, add, stage, writer);
+        }
 
         // Release the slot of the work tile.
         __syncwarp();
@@ -236,8 +282,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                         const __grid_constant__ Epilogue to, const Groups g, const Tokens tokens) {
     run_block<P>(
-        &a, &b, &to.out, g, [&](Shared& s) { consume<P, Out>(s, to, g.N, g.add); },
-        [&](Shared& s) {
+        &a, &b, &to.out, g, [&](Shared<P>& s) { consume<P, Out>(s, to, g.N, g.add); },
+        [&](Shared<P>& s) {
             if constexpr (P::HELPERS) gather<P>(s, tokens);
         },
         &to.h);
@@ -268,7 +314,7 @@ static Tokens tokens_of(const floatX* x, const Ragged& r, int64_t columns) {
 template <typename P, typename Out = floatX>
 static void run(const CUtensorMap& a, const CUtensorMap& b, const Epilogue& to, const Groups& g, const Tokens& tokens,
                 Ctx* ctx) {
-    launch(grouped_gemm_kernel<P, Out>, ctx, a, b, to, g, tokens);
+    launch<P>(grouped_gemm_kernel<P, Out>, ctx, a, b, to, g, tokens);
 }
 
 template <typename T>
@@ -327,7 +373,12 @@ void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX
     const bool by_token = order == DY_BY_TOKEN;
     const CUtensorMap rows = by_token ? w : matrix_map(dy, 0, r.capacity, C, BOX, ctx);
     const Tokens tokens = by_token ? tokens_of(dy, r, C) : Tokens{};
-    by_token ? run<TokensA<DgradSwiglu>>(rows, w, to, g, tokens, ctx) : run<DgradSwiglu>(rows, w, to, g, tokens, ctx);
+    if (C <= PING_PONG_WIDTH)
+        by_token ? run<TokensA<DgradSwigluPingPong>>(rows, w, to, g, tokens, ctx)
+                 : run<DgradSwigluPingPong>(rows, w, to, g, tokens, ctx);
+    else
+        by_token ? run<TokensA<DgradSwiglu>>(rows, w, to, g, tokens, ctx)
+                 : run<DgradSwiglu>(rows, w, to, g, tokens, ctx);
 }
 
 // The contraction runs over whole k blocks of 64 rows. Pad rows at an expert's end are zeros in dy and x and add

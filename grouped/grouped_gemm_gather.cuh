@@ -33,13 +33,14 @@ __device__ __forceinline__ void arrive_after_copies(uint64_t* bar) {
 // warps copy eight rows at a time: warp w has rows 4w .. 4w + 3 of them, so a thread's place in the swizzle never
 // changes.
 template <typename P>
-__device__ __forceinline__ void gather_tile(Shared& s, const Tokens& t, const WorkItem& tile, RingSlot<STAGES>& stage) {
-    enum { BOXES = 4, STEPS = BOX / 8 };  // at most; eight rows a step
+__device__ __forceinline__ void gather_tile(Shared<P>& s, const Tokens& t, const WorkItem& tile,
+                                            RingSlot<P::STAGES>& stage) {
+    enum { BOXES = P::PING_PONG ? 2 : 4, STEPS = BOX / 8 };  // at most; eight rows a step
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 1, vector = lane % 8, row = 4 * warp + lane / 8;
     const int vectors = t.columns / 8, first = P::GATHER_A ? tile.m : tile.n;
     const int boxes = P::GATHER_A ? boxes_of_a(tile.shape) : boxes_of_b<P>(tile.shape);
     uint8_t* front =
-        s.stages[0] + (P::GATHER_A ? 0 : (STAGE_BOXES - boxes) * BOX_BYTES) + row * 128 + (vector ^ row) * 16;
+        s.stages[0] + (P::GATHER_A ? 0 : (P::STAGE_BOXES - boxes) * BOX_BYTES) + row * 128 + (vector ^ row) * 16;
 
     // The token of row i of 64 rows from `from` on, for lane l: step l / 4, row l % 4 of this warp's four.
     auto token_of = [&](int from) {
@@ -72,7 +73,7 @@ __device__ __forceinline__ void gather_tile(Shared& s, const Tokens& t, const Wo
 #pragma unroll
         for (int step = 0; step < STEPS && P::OVER_ROWS; step++) places[0][step] = place_of(over, step);
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);
-        uint8_t* to = front + stage.index * STAGE_BYTES;
+        uint8_t* to = front + stage.index * Shared<P>::STAGE_BYTES;
 #pragma unroll
         for (int i = 0; i < BOXES; i++)
 #pragma unroll
@@ -94,8 +95,8 @@ __device__ __forceinline__ void gather_tile(Shared& s, const Tokens& t, const Wo
 
 // The helper warps: one work tile after another.
 template <typename P>
-__device__ __forceinline__ void gather(Shared& s, const Tokens& t) {
-    RingSlot<STAGES> stage = {0, 1};
+__device__ __forceinline__ void gather(Shared<P>& s, const Tokens& t) {
+    RingSlot<P::STAGES> stage = {0, 1};
     RingSlot<ITEMS> at = {0, 0};
     for (;;) {
         // The work tile, and the release of its slot.
@@ -105,7 +106,7 @@ __device__ __forceinline__ void gather(Shared& s, const Tokens& t) {
         if (threadIdx.x % 32 == 0) barrier_arrive(&s.item_empty_barriers[at.index]);
         if (item.k_blocks == 0) break;
         at.advance();
-        gather_tile<P>(s, t, item, stage);
+        for (int i = 0; i < tiles_of<P>(item); i++) gather_tile<P>(s, t, tile_of<P>(item, i), stage);
     }
     __syncwarp();
 }

@@ -7,11 +7,11 @@
 //     consumer:   wait for `full`, read, arrive at `empty`
 //
 // A phase of an mbarrier is one turn through the ring; phases have parity 0, 1, 0, .. The producer runs ahead until all
-// slots are full, so loads are in flight while the tensor cores work. There are two rings of four slots each: work
-// tiles (WorkItem), and stages (a k block of A and B).
+// slots are full, so loads are in flight while the tensor cores work. There are two rings: of four work tiles
+// (WorkItem), and of four stages (a k block of A and B). With ping-pong (below) there are six smaller stages.
 //
-// A stage is six boxes. A box is 64 rows of 128 bytes, swizzled. A tile needs two boxes of A for each 128 rows and two
-// of B for each 128 columns. A's boxes are at the front of a stage, B's at its end.
+// A stage is six boxes, with ping-pong four. A box is 64 rows of 128 bytes, swizzled. A tile needs two boxes of A for
+// each 128 rows and two of B for each 128 columns. A's boxes are at the front of a stage, B's at its end.
 //
 //     128 x 256   | A | A | B | B | B | B |        256 x 128   | A | A | A | A | B | B |
 #pragma once
@@ -21,8 +21,7 @@
 
 namespace {
 
-enum { BOX = 64, BOX_BYTES = BOX * 128 };  // rows
-enum { STAGES = 4, STAGE_BOXES = 6, STAGE_BYTES = STAGE_BOXES * BOX_BYTES };
+enum { BOX = 64, BOX_BYTES = BOX * 128 };        // rows
 enum { ITEMS = 4 };                              // work tiles that the producer may be ahead
 enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two consumer warpgroups
 enum { BOTH = (1 << CLUSTER) - 1 };              // multicast mask: a bit for each block of the cluster
@@ -30,23 +29,28 @@ enum { STORE_BYTES = 16 * 128 };                 // an output buffer: 16 rows of
 enum { QUEUE = 8 };                              // slots
 
 // Queue of work tile numbers in a block's shared memory. Block 0 draws the numbers for both blocks of the cluster. It
-// is at most 4 work tiles ahead, the number of stages, because both blocks release each stage. So 8 slots never
+// is at most 6 work tiles ahead, the number of stages, because both blocks release each stage. So 8 slots never
 // overflow.
 struct Queue {
     uint64_t full_barriers[QUEUE];
     uint32_t numbers[QUEUE];
 };
 
-// A block's shared memory.
-struct Shared {
+// A block's shared memory, with N stages of BOXES boxes.
+template <int N, int BOXES, typename Extra>
+struct Memory {
+    enum { STAGES = N, STAGE_BYTES = BOXES * BOX_BYTES };
     alignas(1024) uint8_t stages[STAGES][STAGE_BYTES];
     alignas(1024) uint8_t stores[WARPS][2][STORE_BYTES];
     uint64_t full_barriers[STAGES], empty_barriers[STAGES];
     uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
+    uint64_t turn_barriers[2];  // ping-pong: of each consumer warpgroup
     WorkItem items[ITEMS];
     Queue queue;
-    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // MXFP8's wgrad: factors of B's columns, from a helper warp
+    Extra extra;
 };
+template <typename P>
+using Shared = Memory<P::STAGES, P::STAGE_BOXES, typename P::Extra>;
 
 // A slot in a ring of N, and the parity of the phase to wait for there. The producer begins with parity 1, that of the
 // phase before the first: every slot is empty.
@@ -60,6 +64,11 @@ struct RingSlot {
             index = 0;
             phase ^= 1;
         }
+    }
+    // The same as `count` times advance().
+    __device__ __forceinline__ void skip(int count) {
+        phase ^= (index + count) / N % 2;
+        index = (index + count) % N;
     }
 };
 
@@ -93,6 +102,26 @@ __device__ __forceinline__ BoxOfB box_of_b(const WorkItem& item, int i, int boxe
     return {item.n / 2 + (i - up * boxes / 2) * BOX, 2 * item.expert + up};
 }
 
+// Ping-pong: the halves of a tile, 128 x 128, are tiles of their own, and the two consumer warpgroups take them in
+// turns. So one multiplies while the other is in its epilogue. That pays for a long epilogue after a short contraction.
+// It costs loads: the half of the operands that the halves have in common is loaded twice.
+template <typename P>
+__device__ __forceinline__ int tiles_of(const WorkItem& item) {
+    return P::PING_PONG && item.shape != SQUARE ? 2 : 1;
+}
+template <typename P>
+__device__ __forceinline__ WorkItem tile_of(const WorkItem& item, int i) {
+    WorkItem tile = item;
+    if (P::PING_PONG) {
+        const int down = item.shape == TALL ? i * SQUARE_SIDE : 0;
+        tile.m += down;
+        tile.valid -= down;
+        tile.n += item.shape == WIDE ? i * SQUARE_SIDE : 0;
+        tile.shape = SQUARE;
+    }
+    return tile;
+}
+
 // Loads the k blocks of a tile, one stage for each, but for an operand that helpers gather. The shared operand is
 // multicast: this block loads every other box of it for both blocks. A full barrier counts the bytes of all boxes, also
 // of those that the peer loads.
@@ -101,8 +130,8 @@ __device__ __forceinline__ BoxOfB box_of_b(const WorkItem& item, int i, int boxe
 // take about as long as the products. So the loop decides nothing that is known before it: COMMON_A, which operand is
 // shared, is a template parameter.
 template <typename P, bool COMMON_A>
-__device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const WorkItem& item,
-                                            int rank, RingSlot<STAGES>& stage) {
+__device__ __forceinline__ void load_blocks(Shared<P>& s, const CUtensorMap* a, const CUtensorMap* b,
+                                            const WorkItem& item, int rank, RingSlot<P::STAGES>& stage) {
     const int a_boxes = boxes_of_a(item.shape), b_boxes = boxes_of_b<P>(item.shape);
     const int by_tma = (P::GATHER_A ? 0 : a_boxes) + (P::GATHER_B ? 0 : b_boxes);
     for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += P::BLOCK_K) {
@@ -121,7 +150,7 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
         }
 
         // B's boxes at the end.
-        to += (STAGE_BOXES - b_boxes) * BOX_BYTES;
+        to += (P::STAGE_BOXES - b_boxes) * BOX_BYTES;
 #pragma unroll
         for (int j = 0; j < (COMMON_A ? 4 : 2); j++) {
             const int i = COMMON_A ? j : CLUSTER * j + rank;
@@ -149,8 +178,8 @@ __device__ __forceinline__ EpiloguePiece epilogue_piece(const WorkItem& item, in
 
 // Loads the epilogue stages from a tensor (2, rows, columns): two boxes of rows of each matrix.
 template <typename P>
-__device__ __forceinline__ void load_epilogue(Shared& s, const CUtensorMap* from, const WorkItem& item, int columns,
-                                              RingSlot<STAGES>& stage) {
+__device__ __forceinline__ void load_epilogue(Shared<P>& s, const CUtensorMap* from, const WorkItem& item, int columns,
+                                              RingSlot<P::STAGES>& stage) {
     for (int i = 0; i < P::EPILOGUE_STAGES && item.k_blocks; i++) {
         const EpiloguePiece piece = epilogue_piece(item, item.shape, i, columns);
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);
@@ -205,10 +234,10 @@ struct ClusterTiles {
 
 // The producer warp: fills both rings until there is no more work.
 template <typename P, typename Scheduler, typename Problem>
-__device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b,
+__device__ __forceinline__ void produce(Shared<P>& s, const CUtensorMap* a, const CUtensorMap* b,
                                         const CUtensorMap* in_epilogue, const Problem& g) {
     ClusterTiles<Scheduler> tiles(g, s.queue);
-    RingSlot<STAGES> stage = {0, 1};
+    RingSlot<P::STAGES> stage = {0, 1};
     RingSlot<ITEMS> at = {0, 1};
     for (;;) {
         // The work tile, for the consumers: it arrives before the data.
@@ -217,11 +246,14 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
         if (tiles.scheduler.lane == 0) {
             s.items[at.index] = item;
             barrier_arrive(&s.item_full_barriers[at.index]);
-            if (tiles.scheduler.common_a)
-                load_blocks<P, true>(s, a, b, item, tiles.rank, stage);
-            else
-                load_blocks<P, false>(s, a, b, item, tiles.rank, stage);
-            if constexpr (P::EPILOGUE_STAGES) load_epilogue<P>(s, in_epilogue, item, g.N, stage);
+            for (int i = 0; i < tiles_of<P>(item); i++) {
+                const WorkItem tile = tile_of<P>(item, i);
+                if (tiles.scheduler.common_a)
+                    load_blocks<P, true>(s, a, b, tile, tiles.rank, stage);
+                else
+                    load_blocks<P, false>(s, a, b, tile, tiles.rank, stage);
+                if constexpr (P::EPILOGUE_STAGES) load_epilogue<P>(s, in_epilogue, tile, g.N, stage);
+            }
         }
 
         // A work tile with 0 k blocks ends the consumers too.
@@ -239,16 +271,17 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
                                           const Problem& g, Consume consume, Help help,
                                           const CUtensorMap* in_epilogue = nullptr) {
     // Barriers, each with the number of arrivals that ends a phase. A stage is filled by the producer and the helpers.
-    // It is released by the consumer warps of both blocks, as both may load into it. A work tile's slot is released by
-    // all warps that read it.
+    // It is released by the warps that read it in both blocks, as both may load into it. A work tile's slot is released
+    // by all warps that read it.
     extern __shared__ __align__(1024) uint8_t memory[];
-    Shared& s = *(Shared*)memory;
+    Shared<P>& s = *(Shared<P>*)memory;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++)
+        for (int i = 0; i < P::STAGES; i++)
             barrier_init(&s.full_barriers[i], 1 + P::HELPER_ARRIVALS),
-                barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
+                barrier_init(&s.empty_barriers[i], (P::PING_PONG ? WARPS / 2 : WARPS) * CLUSTER);
         for (int i = 0; i < ITEMS; i++)
             barrier_init(&s.item_full_barriers[i], 1), barrier_init(&s.item_empty_barriers[i], WARPS + P::HELPERS);
+        for (int i = 0; i < 2; i++) barrier_init(&s.turn_barriers[i], WARPS / 2);
         for (int i = 0; i < QUEUE; i++) barrier_init(&s.queue.full_barriers[i], 1);
         barrier_init_fence();
         tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
@@ -364,9 +397,9 @@ CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, in
 }
 
 // Persistent launch: one block on every SM, in clusters.
-template <typename Kernel, typename... Params>
+template <typename P, typename Kernel, typename... Params>
 void launch(Kernel kernel, Ctx* ctx, const Params&... params) {
-    launch_long(kernel, ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx, params...);
+    launch_long(kernel, ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared<P>), ctx, params...);
 }
 
 }  // namespace

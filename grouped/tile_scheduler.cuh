@@ -51,6 +51,12 @@ struct Pass {
     static constexpr bool GATE_UP = false;                     // B's columns are pairs of a gate's and an up's
     static constexpr int EPILOGUE_STAGES = 0;                  // stages of a tile after its k blocks
     static constexpr int HELPERS = 0, HELPER_ARRIVALS = 0;     // more warps that fill a stage, and their arrivals
+
+    // In shared memory: stages, the boxes of one, and what else a kernel keeps there.
+    static constexpr int STAGES = 4, STAGE_BOXES = 6;
+    struct Extra {};
+
+    static constexpr bool PING_PONG = false;  // each consumer warpgroup has tiles of its own
 };
 
 enum { CLUSTER = 2 };  // thread blocks
@@ -161,7 +167,8 @@ struct TileScheduler {
             n = 2 * min(column, last);
             common_a = 1;
             item.store = column <= last;
-            if (n == 2 * wide) item.shape = SQUARE;
+            // With ping-pong a lone narrow tile stays WIDE, so that both blocks go through the same number of stages.
+            if (n == 2 * wide && !(P::PING_PONG && wide)) item.shape = SQUARE;
         } else {
             const int per_band = items_of(BAND), band = number / per_band;
             const int height = min((int)BAND, areas_of(owner_squares) - band * BAND);

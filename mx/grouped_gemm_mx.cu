@@ -146,9 +146,9 @@ __device__ __forceinline__ float change_unit(uint32_t& now, uint32_t next) {
 // The second warp of the producer warpgroup: writes each column's factor into the stage, after every fourth k block and
 // after the last. The order is the one in which consumer lanes read. Lane l % 4 has columns 8j + l % 4 * 2 and the
 // next, for every j (device/wgmma.cuh). The four factors of two j are adjacent.
-__device__ __forceinline__ void fill_column_scales(Shared& s, const Wgrads& t) {
+__device__ __forceinline__ void fill_column_scales(Shared<Mx>& s, const Wgrads& t) {
     const int lane = threadIdx.x % 32;
-    RingSlot<STAGES> stage = {0, 1};
+    RingSlot<Mx::STAGES> stage = {0, 1};
     RingSlot<ITEMS> at = {0, 0};
     for (;;) {
         // The work item, this lane's four columns (a half of those of j = lane / 2), and their first scale bytes.
@@ -174,7 +174,7 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const Wgrads& t) {
                 float factor[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) factor[i] = change_unit(unit[i], four >> 8 * i & 0xff);
-                float2* pair = (float2*)&s.column_scales[stage.index][to];
+                float2* pair = (float2*)&s.extra.column_scales[stage.index][to];
                 pair[0] = {factor[0], factor[1]};
                 pair[2] = {factor[2], factor[3]};
             }
@@ -197,7 +197,7 @@ template <typename Scales>
 struct Consumer {
     uint32_t a, b;   // descriptors of its operands in the first stage (low words; the high ones are constant)
     uint32_t empty;  // address of the first stage's empty barrier, in one of the cluster's two blocks
-    RingSlot<STAGES> stage;
+    RingSlot<Mx::STAGES> stage;
     RingSlot<ITEMS> at;
     Scales scales;
 };
@@ -220,7 +220,7 @@ __device__ __forceinline__ void add_scaled(float (&d)[SQUARE_SIDE / 2], const fl
 // One chunk: d += p * scales. `overlap` runs while the last wgmma of a tile's LAST chunk are in flight. (The last chunk
 // is outside of the loop. Inside, the compiler would give d and p registers of the same bank.)
 template <int PARTS, bool LAST, typename Scales, typename Overlap>
-__device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float (&d)[PARTS][SQUARE_SIDE / 2],
+__device__ __forceinline__ void add_chunk(Shared<Mx>& s, Consumer<Scales>& c, float (&d)[PARTS][SQUARE_SIDE / 2],
                                           int k_block, int k_blocks, const typename Scales::Tensors& tensors, int lane,
                                           Overlap overlap) {
     // Wait for the stage. After the last of four chunks the column scales change (`ends`).
@@ -228,7 +228,7 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float 
     const uint64_t high = wgmma_descriptor<64>(0, 0);
     float p[SQUARE_SIDE / 2], scale = 0;
     barrier_wait(&s.full_barriers[c.stage.index], c.stage.phase);
-    const uint32_t at = c.stage.index * (STAGE_BYTES / 16), a = c.a + at, b = c.b + at;
+    const uint32_t at = c.stage.index * (Shared<Mx>::STAGE_BYTES / 16), a = c.a + at, b = c.b + at;
 
     // Release the stage to the producers of both blocks: one arrival per warp and block.
     auto release = [&] {
@@ -258,7 +258,7 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float 
         wgmma_pin(p);
         if (part == PARTS - 1 && !ends) release();
         if (ends)
-            add_scaled(d[part], p, near, far, s.column_scales[c.stage.index], lane);
+            add_scaled(d[part], p, near, far, s.extra.column_scales[c.stage.index], lane);
         else
             add_scaled(d[part], p, near, far, NULL, lane);
     }
@@ -271,7 +271,7 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float 
 // One tile: mainloop over the chunks, then the epilogue. With two parts the first is stored while the last wgmma of the
 // second are in flight. Advances the consumer to the next work item.
 template <int PARTS, typename Out, typename Scales>
-__device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const WorkItem& item,
+__device__ __forceinline__ void compute(Shared<Mx>& s, Consumer<Scales>& c, const WorkItem& item,
                                         const typename Scales::Tensors& tensors, const CUtensorMap* out, int columns,
                                         Writer& writer) {
     // d = 0
@@ -315,12 +315,12 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
 
 // A consumer warp: tile after tile.
 template <typename Out, typename Scales>
-__device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensors& tensors, const CUtensorMap* out,
+__device__ __forceinline__ void consume(Shared<Mx>& s, const typename Scales::Tensors& tensors, const CUtensorMap* out,
                                         int columns) {
     // Descriptors of the operands in the first stage. They are equal in all lanes. The reduction makes that provable,
     // so the compiler keeps them in uniform registers.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
-    const uint32_t front = shared_address(s.stages), end = front + STAGE_BYTES;
+    const uint32_t front = shared_address(s.stages), end = front + Shared<Mx>::STAGE_BYTES;
     Writer writer = {s.stores[warp], 0, lane};
     Consumer<Scales> c = {};
     c.a = __reduce_max_sync(0xffffffffu, (uint32_t)wgmma_descriptor<64>(front + warp / 4 * BOX_BYTES, 0));
@@ -354,7 +354,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
                            const __grid_constant__ CUtensorMap out, const Groups g,
                            const SquareScales::Tensors scales) {
     run_block<Mx>(
-        &x, &w, &out, g, [&](Shared& s) { consume<floatX, SquareScales>(s, scales, &out, g.N); }, [](Shared&) {});
+        &x, &w, &out, g, [&](Shared<Mx>& s) { consume<floatX, SquareScales>(s, scales, &out, g.N); },
+        [](Shared<Mx>&) {});
 }
 
 // TMA maps of the output: one for all experts, or one per matrix.
@@ -367,8 +368,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_mx_wgrad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ CUtensorMap x,
                                  const __grid_constant__ Outputs dw, const __grid_constant__ Wgrads g) {
     run_block<MxWgrad, WgradScheduler>(
-        &dy, &x, dw.map, g, [&](Shared& s) { consume<Out, ChannelScales>(s, g, dw.map, g.N); },
-        [&](Shared& s) { fill_column_scales(s, g); });
+        &dy, &x, dw.map, g, [&](Shared<Mx>& s) { consume<Out, ChannelScales>(s, g, dw.map, g.N); },
+        [&](Shared<Mx>& s) { fill_column_scales(s, g); });
 }
 
 // dW = 0 for experts without rows: no work item writes it. blockIdx.y is the expert; its dW has `size` vectors.
@@ -394,7 +395,7 @@ void grouped_gemm_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, int6
 
     const CUtensorMap from = matrix_map(x.q, 0, r.capacity, IC, BOX, ctx), by = matrix_map(w.q, r.El, OC, IC, BOX, ctx);
     const Groups g = groups_of(r, 0, OC, IC, ctx);
-    launch(grouped_gemm_mx_kernel, ctx, from, by, matrix_map(y, 0, r.capacity, OC, 16, ctx), g, scales);
+    launch<Mx>(grouped_gemm_mx_kernel, ctx, from, by, matrix_map(y, 0, r.capacity, OC, 16, ctx), g, scales);
 }
 
 template <typename Out>
@@ -409,8 +410,8 @@ static void wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int6
     Wgrads g = {groups_of(r, OC, IC, 0, ctx), dy.scale, x.scale, (int)(length / MX_CHUNK), 1};
     g.list[0] = {(int)OC, (int)IC, 0, 0};
     g.add = add;
-    launch(grouped_gemm_mx_wgrad_kernel<Out>, ctx, matrix_map(dy.q, 0, OC, length, BOX, ctx),
-           matrix_map(x.q, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g);
+    launch<MxWgrad>(grouped_gemm_mx_wgrad_kernel<Out>, ctx, matrix_map(dy.q, 0, OC, length, BOX, ctx),
+                    matrix_map(x.q, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g);
 }
 
 void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
@@ -440,6 +441,6 @@ void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int6
         of_dy = max_i64(of_dy, m.dy + m.OC);
         of_x = max_i64(of_x, m.x + m.IC);
     }
-    launch(grouped_gemm_mx_wgrad_kernel<real>, ctx, matrix_map(dy.q, 0, of_dy, length, BOX, ctx),
-           matrix_map(x.q, 0, of_x, length, BOX, ctx), outputs, g);
+    launch<MxWgrad>(grouped_gemm_mx_wgrad_kernel<real>, ctx, matrix_map(dy.q, 0, of_dy, length, BOX, ctx),
+                    matrix_map(x.q, 0, of_x, length, BOX, ctx), outputs, g);
 }

@@ -12,6 +12,9 @@ namespace {
 struct Mx : Pass {
     static constexpr int BLOCK_K = MX_CHUNK;
     static constexpr bool SIDE_BY_SIDE = true;
+    struct Extra {
+        alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // factors of B's columns, from a helper warp
+    };
 };
 struct MxWgrad : Mx {
     static constexpr bool OVER_ROWS = true;

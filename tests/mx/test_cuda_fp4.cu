@@ -123,8 +123,10 @@ static void check_rows_of(const floatX* x, const floatX* out, const floatX* back
     device_free(dev);
 }
 
-// Matrices of more than 2^31 elements together, and of more than 2^32 where there is memory for them: 13 and 26 GB.
-static void check_large(int64_t elements) {
+// Matrices of more than 2^31 elements together, and of more than 2^32 where there is memory for them: 14 and 27 GB. So
+// many more that also the first transposed element of a line lies beyond.
+static void check_large(int64_t limit) {
+    const int64_t elements = limit + ((int64_t)1 << 27);
     const int64_t count = 3, columns = 4128, rows = (elements / count / columns) / 32 * 32 + 37, pattern = 1001;
     const int64_t all = count * rows * columns;
     X part(pattern * columns, 5);

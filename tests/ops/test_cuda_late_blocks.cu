@@ -62,44 +62,46 @@ static void late_in_bf16(void) {
 
 static void late_on_hopper(void) { late_in_bf16(); }
 
-// With SwiGLU in the epilogue and rows gathered by token.
+// With SwiGLU in the epilogue and rows gathered by token. Both kernels of dgrad, for a narrow and for a wide C.
 static void late_fused(void) {
-    const int64_t C = 2056, F = 1024, N = 3000;
-    Layout l(ROWS);
-    I32 token(l.held);
-    R gate(l.held, 8), dgate(l.held * grouped_gemm_gate_parts(F)), dw13(l.El() * 2 * F * C), dw2(l.El() * C * F);
-    for (int64_t i = 0; i < l.held; i++) {
-        token.host[(size_t)i] = l.expert(i) < 0 ? -1 : (int32_t)draw_below(15, i, N);
-        if (l.expert(i) < 0) gate.host[(size_t)i] = 0;
+    const int64_t F = 1024, N = 3000;
+    for (const int64_t C : {512, 2056}) {
+        Layout l(ROWS);
+        I32 token(l.held);
+        R gate(l.held, 8), dgate(l.held * grouped_gemm_gate_parts(F)), dw13(l.El() * 2 * F * C), dw2(l.El() * C * F);
+        for (int64_t i = 0; i < l.held; i++) {
+            token.host[(size_t)i] = l.expert(i) < 0 ? -1 : (int32_t)draw_below(15, i, N);
+            if (l.expert(i) < 0) gate.host[(size_t)i] = 0;
+        }
+        token.send(), gate.send();
+        Ragged r = l.device();
+        r.row_token = token.dev, r.row_gate = gate.dev;
+        X x(N * C, 1), dy(N * C, 2), dy_rows(l.held * C), w13(l.El() * 2 * F * C, 3), w2(l.El() * C * F, 4);
+        X h(l.held * 2 * F), a(l.held * F), dh(l.held * 2 * F), gated(l.held * F);
+        permute_rows(dy_rows.dev, dy.dev, r, (size_t)C * sizeof(floatX), ctx);
+        const ExpertsBackward backward = {dh.dev, gated.dev, dgate.dev, nullptr, h.dev};
+        check_late(
+            h, [&] { grouped_gemm_swiglu(h.dev, a.dev, x.dev, w13.dev, r, C, F, ctx); },
+            [&] {
+                grouped_gemm_dgrad_swiglu(backward, dy_rows.dev, w2.dev, ALL_BY_ROW, r, C, F, ctx);
+                grouped_gemm_wgrad(dw13.dev, dh.dev, x.dev, X_BY_TOKEN, r, C, 2 * F, 0, ctx);
+                grouped_gemm_wgrad(dw2.dev, dy.dev, gated.dev, DY_BY_TOKEN, r, F, C, 0, ctx);
+            },
+            [&] {
+                std::vector<std::vector<double>> bits = {h.got(),     a.got(),    dh.got(), gated.got(),
+                                                         dgate.got(), dw13.got(), dw2.got()};
+                a.poison_dev(), dh.poison_dev(), gated.poison_dev();
+                dgate.poison_dev(), dw13.poison_dev(), dw2.poison_dev();
+                return bits;
+            });
+        check_late(
+            dh, [&] { grouped_gemm_dgrad_swiglu(backward, dy.dev, w2.dev, DY_BY_TOKEN, r, C, F, ctx); }, [] {},
+            [&] {
+                std::vector<std::vector<double>> bits = {dh.got(), gated.got(), dgate.got()};
+                gated.poison_dev(), dgate.poison_dev();
+                return bits;
+            });
     }
-    token.send(), gate.send();
-    Ragged r = l.device();
-    r.row_token = token.dev, r.row_gate = gate.dev;
-    X x(N * C, 1), dy(N * C, 2), dy_rows(l.held * C), w13(l.El() * 2 * F * C, 3), w2(l.El() * C * F, 4);
-    X h(l.held * 2 * F), a(l.held * F), dh(l.held * 2 * F), gated(l.held * F);
-    permute_rows(dy_rows.dev, dy.dev, r, (size_t)C * sizeof(floatX), ctx);
-    const ExpertsBackward backward = {dh.dev, gated.dev, dgate.dev, nullptr, h.dev};
-    check_late(
-        h, [&] { grouped_gemm_swiglu(h.dev, a.dev, x.dev, w13.dev, r, C, F, ctx); },
-        [&] {
-            grouped_gemm_dgrad_swiglu(backward, dy_rows.dev, w2.dev, ALL_BY_ROW, r, C, F, ctx);
-            grouped_gemm_wgrad(dw13.dev, dh.dev, x.dev, X_BY_TOKEN, r, C, 2 * F, 0, ctx);
-            grouped_gemm_wgrad(dw2.dev, dy.dev, gated.dev, DY_BY_TOKEN, r, F, C, 0, ctx);
-        },
-        [&] {
-            std::vector<std::vector<double>> bits = {h.got(),     a.got(),    dh.got(), gated.got(),
-                                                     dgate.got(), dw13.got(), dw2.got()};
-            a.poison_dev(), dh.poison_dev(), gated.poison_dev();
-            dgate.poison_dev(), dw13.poison_dev(), dw2.poison_dev();
-            return bits;
-        });
-    check_late(
-        dh, [&] { grouped_gemm_dgrad_swiglu(backward, dy.dev, w2.dev, DY_BY_TOKEN, r, C, F, ctx); }, [] {},
-        [&] {
-            std::vector<std::vector<double>> bits = {dh.got(), gated.got(), dgate.got()};
-            gated.poison_dev(), dgate.poison_dev();
-            return bits;
-        });
 }
 
 static void late_portable(void) {
