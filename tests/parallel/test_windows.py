@@ -7,7 +7,6 @@ that overflow the capacity run again with more. The terminal and the log have th
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import unittest
 
