@@ -79,9 +79,6 @@ static void check_sizes(const Settings* s) {
         {"tokens in all", "--steps x --tokens-per-step", (double)s->steps * fmax(micro, (double)s->tokens_per_step),
          1e18},
         {"rows of the experts", "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", rows, INT32_MAX},
-        // Their places count vectors of eight (grouped/grouped_gemm_gather.cuh).
-        {"numbers of a rank's tokens", "--batch x --seq-len x --dim x --ep", tokens * C * (double)s->ep,
-         8.0 * INT32_MAX},
         {"rows quantized for --wgrad-precision mxfp8",
          "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", s->wgrad_precision ? rows : 0,
          65535.0 * 128},  // limit of a grid in y
@@ -91,6 +88,9 @@ static void check_sizes(const Settings* s) {
          L * matrices + 2 * C * (double)c->V, 1e15},
         {"activations of a rank", "--batch, --seq-len, --layers, --dim, --heads, --top-k, --expert-ffn and --dense-ffn",
          L * (tokens * widths + rows * (C + F)), 1e15},
+        // Their places count vectors of eight (grouped/grouped_gemm_gather.cuh).
+        {"numbers of a rank's tokens", "--batch x --seq-len x --dim x --ep", tokens * C * (double)s->ep,
+         8.0 * INT32_MAX},
     };
 
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
