@@ -5,7 +5,7 @@
 
 COMMA = ,
 # Before other programs that are asked something: none of them may hang a build.
-LIMIT := $(if $(shell command -v timeout),timeout 10)
+LIMIT := $(if $(shell command -v timeout),timeout -k 1 10)
 
 # --- Files ---
 # An op is three files: x.h the contract, x.c the CPU reference, x.cu the CUDA kernels. A .cu without a .c has further
@@ -65,7 +65,7 @@ LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) $(ZLIB) -lm -lpthread
 
 # $(1): what nvidia-smi is asked, once, where a goal needs it. Only numbers count, as old drivers answer with [N/A] or an error.
 smi = $(shell { $(LIMIT) nvidia-smi --query-gpu=$(1) --format=csv$(COMMA)noheader 2>/dev/null; \
-              [ $$? != 124 ] || echo "make: nvidia-smi does not answer: this machine's GPUs are not known" >&2; } | grep -xE '[0-9]+(\.[0-9]+)?')
+              code=$$?; [ $$code != 124 ] && [ $$code != 137 ] || echo "make: nvidia-smi does not answer: this machine's GPUs are not known" >&2; } | grep -xE '[0-9]+(\.[0-9]+)?')
 ALL_GPUS  = $(eval ALL_GPUS := $(if $(HAVE_NVCC),$(call smi,index)))$(ALL_GPUS)
 # The GPUs that CUDA shows; an empty CUDA_VISIBLE_DEVICES, or -1, hides all.
 HAVE_GPU  = $(if $(filter undefined,$(origin CUDA_VISIBLE_DEVICES)),$(ALL_GPUS),$(if $(ALL_GPUS),$(filter-out -1,$(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES)))))

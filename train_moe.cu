@@ -311,7 +311,7 @@ static void open_data(Run* r) {
     agree_on_data(r->world, "--train", shards_sample(r->train));
     r->tokenizer = sample_tokenizer(s, r->train);
     r->data.shards = shards_hash(r->train);
-    r->data.tokenizer = *s->tokenizer ? tokenizer_hash(r->tokenizer) : 0;  // without a file bytes are a guess
+    r->data.tokenizer = tokenizer_hash(r->tokenizer);
     evaluate_tokenizer(r->world, s, r->tokenizer);
     evaluate_tokenizers("train", r->train, s, r->tokenizer);
     r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);

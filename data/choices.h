@@ -21,7 +21,7 @@ typedef struct Choice {
 typedef struct Choices {
     char* name;              // of the file, without folder and ".bin"
     uint32_t tokenizer;      // tokenizer_hash of the tokenizer that made the ids; 0: not known
-    int32_t questions, cut;  // cut: those that are longer than a window with some ending
+    int32_t questions, cut;  // cut: those of more than T + 1 tokens with some ending
     int32_t* label;          // (questions): the number of the correct ending
     int64_t count;
     Choice* list;  // (count): question after question, ending after ending
@@ -29,6 +29,6 @@ typedef struct Choices {
 } Choices;
 
 // Opens all files that match, in the order of their names; *count gets their number. An invalid file, or an id outside
-// of the vocabulary, ends the run with a message that names file and byte. T: tokens of a window.
+// of the vocabulary, ends the run with a message that names file and byte. T: --seq-len.
 Choices* choices_open(const char* pattern, int32_t vocab, int64_t T, int* count);
 void choices_close(Choices* files, int count);

@@ -62,15 +62,15 @@ Mixture mixture_parse(const char* option, const char* text) {
             die(EXIT_USAGE, "%s: '%.*s': a weight is a positive number below 1e19, with at most 18 decimals", option,
                 length, at);
         m.sets[k].pattern = host_format("%.*s", (int)(colon - at), at);
-        sum += weights[k];
         factor = gcd(weights[k], factor);
     }
-    // Whole numbers without a common factor.
-    if (sum / factor > MOST_PARTS)
+    // Whole numbers without a common factor. The sum stops before it could overflow.
+    for (int k = 0; k < m.count && sum <= MOST_PARTS; k++) sum += weights[k] / factor;
+    if (sum > MOST_PARTS)
         die(EXIT_USAGE,
             "%s: the weights have too many digits: as whole numbers they add up to more than %ld; round them", option,
             MOST_PARTS);
-    m.parts = (int64_t)(sum / factor);
+    m.parts = (int64_t)sum;
     for (int k = 0; k < m.count; k++) m.sets[k].part = (int64_t)(weights[k] / factor);
     return m;
 }

@@ -16,7 +16,8 @@ typedef struct RunLog RunLog;
 // run ends if the log cannot be written or is a link.
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step);
 // Appends a line, which is one JSON object. A log that was removed, replaced, truncated or extended meanwhile is
-// written again, with all lines of the run and a warning; a file that has its name is kept as log.jsonl.replaced.
+// written again, with all lines of the run and a warning; a file that has its name is kept as log.jsonl.replaced, the
+// newest one.
 void runlog_add(RunLog* log, const char* line);
 // Flushes all lines to the disk, before a checkpoint that relies on them. It compares every byte: a log that others
 // have written into is written again too.

@@ -174,9 +174,10 @@ Path shards_first(const char* option, const char* text) {
 }
 
 Path shards_tokenizer(const char* path, const char* mark, const char* of_run) {
-    // The shard's name up to `mark` is the name of the data set.
+    // The shard's name up to its last `mark` is the name of the data set.
     const Path none = {""};
-    const char* end = strstr(basename(path), mark);
+    const char* end = NULL;
+    for (const char* at = basename(path); (at = strstr(at, mark)) != NULL; at++) end = at;
     Path tokenizer = end ? path_of("%.*s_tokenizer.bin", (int)(end - path), path) : none;
     if (!*tokenizer.text || access(tokenizer.text, F_OK) == 0) return tokenizer;
 

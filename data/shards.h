@@ -34,7 +34,7 @@ void shards_close(Shards* shards);
 Path shards_first(const char* option, const char* text);
 // The tokenizer file that belongs to the shard `path`. With mark "_train_", text_train_000000.bin has
 // text_tokenizer.bin in the same folder. Empty: no such file, or a shard of another name. Ends the run where other
-// files of that tokenizer, but for the one that the run has, show that the set is not whole.
+// files of that tokenizer show that the set is not whole. of_run, the file of --tokenizer, does not count.
 Path shards_tokenizer(const char* path, const char* mark, const char* of_run);
 
 int64_t shards_windows(const Shards* shards);

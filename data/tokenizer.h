@@ -3,7 +3,8 @@
 //     file          layout
 //     x.bin         llm.c's table: 256 little-endian uint32 {20240328, 2, number of tokens, end-of-text id, 0...}, then
 //                   for each token one length byte and its bytes
-//     x.json        Hugging Face's tokenizer.json. In a model's folder, config.json names the end of text
+//     x.json        Hugging Face's tokenizer.json. Its end of text is the token with a usual name; of a file with just
+//                   this name eos_token_id of config.json beside it
 //     ""            the tokens are bytes: ids 0..255, 256 = end of text
 //     NULL          not known: no tokens, end of text -1
 //
@@ -14,7 +15,7 @@
 
 enum { TOKENIZER_MAGIC = 20240328 };  // the first number of a tokenizer file
 
-// A token's text and id. The bytes have no NUL at their end, and belong to another structure.
+// A token's text and id. The bytes have no NUL at their end, and lie in Tokenizer.data.
 typedef struct Token {
     const char* bytes;
     int32_t length;

@@ -23,11 +23,12 @@ void threads_check_stacks(void) {
     // In KiB, unless another unit follows: 1, 2^10, 2^20 or 2^30 bytes.
     static const char units[] = "bkmgBKMG";
     const char *own = getenv("OMP_STACKSIZE"), *at;
+    if (!own) own = getenv("GOMP_STACKSIZE");
     long size;
     char unit = 'k';
     if (!own || sscanf(own, "%ld %c", &size, &unit) < 1 || !(at = strchr(units, unit))) return;
     if (size << 10 * ((at - units) % 4) < STACK_KIB << 10)
-        die(EXIT_USAGE, "OMP_STACKSIZE is %s; at least %dk are needed", own, STACK_KIB);
+        die(EXIT_USAGE, "OMP_STACKSIZE or GOMP_STACKSIZE is %s; at least %dk are needed", own, STACK_KIB);
 }
 
 // A thread of the trial: waits until all have been started.

@@ -85,7 +85,8 @@ static int64_t window_after(const Model* m, int64_t step) {
 }
 
 void model_save(Model* m, Saver* saver, int64_t step, DataHash data, const StepState* state) {
-    CheckpointRecord record = {step, window_after(m, step), state->updates, data.shards, data.tokenizer};
+    CheckpointRecord record = {step, window_after(m, step), state->updates, data.shards,
+                               *m->settings.tokenizer ? data.tokenizer : 0};  // without a file bytes are a guess
     int count;
     CheckpointFile* files = model_files(m, m->settings.optimizer, &count);
     char* options = record_json(&m->settings);
@@ -102,11 +103,12 @@ static void check_record(const Model* m, const Json* manifest, DataHash data) {
             "--train names other shards than the run in %s was made with (names, sizes, headers or weights differ)",
             m->settings.out);
     const int64_t tokenizer = json_int(manifest, "tokenizer_hash", 0);
-    if (tokenizer && data.tokenizer && tokenizer != data.tokenizer)
+    if (tokenizer && tokenizer != data.tokenizer)
         die(EXIT_USAGE,
             "--tokenizer %s is not %s, that of the run in %s: its tokens or end of text differ; a run keeps its "
             "tokenizer",
-            m->settings.tokenizer, json_text(json_get(manifest, "options"), "tokenizer"), m->settings.out);
+            *m->settings.tokenizer ? m->settings.tokenizer : "(bytes)",
+            json_text(json_get(manifest, "options"), "tokenizer"), m->settings.out);
 }
 
 // The checkpoints that rank 0 finds. Every rank tries the same ones.

@@ -19,7 +19,7 @@
 //   updates-before   the updates of the stages before (--init-moments)
 //   tokens-before    the tokens of the stages before
 //   fp4-rounding     the revision of the rounding to four bits (mx/fp4.h); 1 in a record without it
-//   mixture-order    the revision of the order of mixtures (data/mixture.h); the same
+//   mixture-order    the revision of the order of mixtures (data/mixture.h); 1 in a record without it
 char* record_json(const Settings* settings);
 // The log's first line: the same, and "flops-per-token" (the numerator of MFU), "build", "host" (this one) and
 // "device". In fresh memory.
@@ -38,6 +38,6 @@ Json* record_stage(const Settings* settings);
 void record_recall(const Json* record, bool stage, Settings* settings);
 
 // Ends the run if options differ that must not (with `stage`, only an OPTION_KEPT must not), with a message that lists
-// them all. Without `stage` it also compares the two revisions, where the run depends on them. The data are compared by
-// their hash, not by --train.
+// them all. Without `stage` it also compares the revisions: of the order of mixtures if --train has several sets, of
+// the rounding if a format has four bits. The data are compared by their hash, not by --train.
 void record_check(const Json* record, bool stage, const Settings* settings);

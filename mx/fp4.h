@@ -25,8 +25,8 @@
 
 #include "linear/format.h"
 
-// The revision of all that is below, which checkpoints record. It is raised with every change of a value: a resumed run
-// has the rounding that it began with.
+// The revision of these values, which checkpoints record. It is raised with every change of a value: a resumed run has
+// the rounding that it began with.
 enum { FP4_ROUNDING = 1 };
 
 // Rows of the random Hadamard transform, and its signs: S has -1 at the ones of these bits. A tile of a weight is as

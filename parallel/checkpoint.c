@@ -292,7 +292,8 @@ static void publish(const Saver* s) {
     // A checkpoint of this name can only be one that was refused at resume. It is renamed, and removed after the new
     // one has its name. Anything else of this name is kept under another one.
     if (is_link(path)) errno = ELOOP, give_up(s, "replace", path);
-    for (int n = 2; !replaces && access(old.text, F_OK) == 0; n++) old = path_of("%s.aside%d", path, n);
+    for (int n = 2; !replaces && (access(old.text, F_OK) == 0 || is_link(old.text)); n++)
+        old = path_of("%s.aside%d", path, n);
     const bool found = rename(path, old.text) == 0;
     if (!found && errno != ENOENT) give_up(s, "replace", path);
     if (found && !replaces) warn("%s is no checkpoint that can be read, so it is kept: it is now %s", path, old.text);

@@ -10,7 +10,7 @@
 // Working weights are not stored: they are derived from the masters after loading.
 //
 // Only a checkpoint, a folder whose manifest can be read, is ever replaced or removed for its age. Anything else with
-// the name of one is renamed to `step_%08d.aside` when the run saves that step.
+// the name of one is renamed to `step_%08d.aside` (or .aside2, ...) when the run saves that step.
 //
 // Training waits only while the tensors are copied to host memory. A thread writes the files while training goes on:
 //

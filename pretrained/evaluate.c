@@ -24,7 +24,7 @@ Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokeni
     if (both) warn("--train includes %s of --val: the validation loss is that of text that the model learns", both);
     // A hash of 0 is a run without --val: all ranks must agree on that too.
     agree_on_data(world, "--val", shards ? shards_sample(shards) : 0);
-    if (shards && *s->tokenizer) evaluate_tokenizers("val", shards, s, tokenizer);
+    if (shards) evaluate_tokenizers("val", shards, s, tokenizer);
     return shards;
 }
 
@@ -35,7 +35,11 @@ static void check_tokenizer(const char* option, const char* path, const Settings
     const char* differs = tokenizer_difference(other, tokenizer);
     if (differs)
         die(EXIT_USAGE, "--%s: the tokenizer %s is not %s, that of the run: %s; a model and all its data have one",
-            option, path, *s->tokenizer ? s->tokenizer : "bytes, as without --tokenizer", differs);
+            option, path,
+            *s->tokenizer               ? s->tokenizer
+            : tokenizer_size(tokenizer) ? "bytes, as without --tokenizer"
+                                        : "known without --tokenizer, as the ids go beyond 256",
+            differs);
     tokenizer_close(other);
 }
 
@@ -46,11 +50,11 @@ void evaluate_tokenizer(Ranks* world, const Settings* s, const Tokenizer* tokeni
     Path own = path_of("%s/tokenizer.json", folder);
     if (access(own.text, F_OK) == 0) check_tokenizer(option, own.text, s, tokenizer);
     const int64_t hash = hub_tokenizer(folder);
-    if (*s->tokenizer && hash && hash != tokenizer_hash(tokenizer))
+    if (hash && hash != tokenizer_hash(tokenizer))
         die(EXIT_USAGE,
             "--%s: the tokenizer of the model in %s is not %s, that of the run: its tokens or end of text differ; a "
             "model and all its data have one",
-            option, folder, s->tokenizer);
+            option, folder, *s->tokenizer ? s->tokenizer : "bytes, as without --tokenizer");
 }
 
 void evaluate_tokenizers(const char* option, const Shards* shards, const Settings* s, const Tokenizer* tokenizer) {
@@ -255,8 +259,10 @@ static void check_file(const Settings* s, const Choices* files, int n) {
             die(EXIT_USAGE, "--eval: %s: question %d has an ending of %ld tokens, more than --seq-len %ld", c->name,
                 c->list[i].question, c->list[i].ending_length, s->seq_len);
     if (c->cut)
-        warn("--eval: %s: %d of %d questions are longer than --seq-len %ld: their contexts lose the beginning", c->name,
-             c->cut, c->questions, s->seq_len);
+        warn(
+            "--eval: %s: %d of %d questions are longer than a window of --seq-len %ld: their contexts lose the "
+            "beginning",
+            c->name, c->cut, c->questions, s->seq_len);
     for (int i = 0; i < n; i++)
         if (strcmp(files[i].name, c->name) == 0)
             die(EXIT_USAGE, "--eval: two files are named %s, and so would be their columns in the log: rename one",

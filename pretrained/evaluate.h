@@ -10,9 +10,10 @@
 // `train` (NULL: there is no training) gets a warning.
 Shards* evaluate_shards(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, const Shards* train);
 // Ends the run where the tokenizer is another on some rank, or another than that of the folder of --init, --sample or
-// --evaluate: by its tokenizer.json, and by the hash in its manifest.
+// --evaluate: by its tokenizer.json, and by the hash in its manifest, if it has one.
 void evaluate_tokenizer(Ranks* world, const Settings* settings, const Tokenizer* tokenizer);
-// The same where a shard of --train or --val (`option`, without the dashes) has another one.
+// Ends the run where a shard of --train or --val (`option`, without the dashes) has the file of another tokenizer. One
+// without a file passes.
 void evaluate_tokenizers(const char* option, const Shards* shards, const Settings* settings,
                          const Tokenizer* tokenizer);
 // Windows of the shards that a validation reads: the first --val-tokens, one at least.

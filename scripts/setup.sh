@@ -7,9 +7,9 @@ command -v "${CC:-gcc}" >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
 command -v make >/dev/null 2>&1 || missing="$missing make"
 python=${PYTHON:-python3}
 "$python" -c 'import gzip, lzma, unittest' 2>/dev/null || missing="$missing python3"
-! command -v "$python" >/dev/null 2>&1 || "$python" "${0%/*}/least_python.py" || exit
+! command -v "$python" >/dev/null 2>&1 || "$python" "$(dirname "$0")/least_python.py" || exit
 
-has() { [ -n "$(sh "${0%/*}/find.sh" "$@")" ]; }
+has() { [ -n "$(sh "$(dirname "$0")/find.sh" "$@")" ]; }
 has zlib zlib.h z || missing="$missing zlib1g-dev"
 has openblas cblas.h openblas "cblas blas" cblas || missing="$missing libopenblas-dev"
 

@@ -166,7 +166,36 @@ class ZstdFile(io.RawIOBase):
         return count
 
 
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".zst": ZstdFile}
+class XzFile(io.RawIOBase):
+    """Unpacks .xz of any number of streams. The library's own reader ends at damage behind the first one."""
+
+    def __init__(self, packed):
+        self.packed, self.stream = packed, lzma.LZMADecompressor()
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        text = b""
+        while not text:
+            if self.stream.eof:
+                data = self.stream.unused_data.lstrip(b"\0")  # NULs may follow a stream
+                while not data:
+                    piece = self.packed.read(PIECE)
+                    if not piece:
+                        return 0
+                    data = piece.lstrip(b"\0")
+                self.stream = lzma.LZMADecompressor()
+            else:
+                data = self.packed.read(PIECE) if self.stream.needs_input else b""
+                if self.stream.needs_input and not data:
+                    raise EOFError("it ends within a stream")
+            text = self.stream.decompress(data, len(buffer))
+        buffer[:len(text)] = text
+        return len(text)
+
+
+OPENERS = {".gz": gzip.open, ".xz": XzFile, ".zst": ZstdFile}
 
 
 def cut_point(text, limit):

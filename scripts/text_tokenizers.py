@@ -160,8 +160,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         super().__init__(name, max(vocab.values(), default=-1) + 1)
         self.eot_name, named_by = (eot_name, "--eot") if eot_name else self.find_eot(vocab)
         if self.eot_name not in vocab:
-            raise Failure(f"--tokenizer: {name}: the end of text is {self.eot_name!a} by {named_by}, and no token of it; name "
-                          "another with --eot")
+            raise Failure(f"--tokenizer: {name}: {named_by} names {self.eot_name!a} as the end of text, and the tokenizer has no "
+                          "such token; name another with --eot")
         self.eot = vocab[self.eot_name]
         if not eot_name:
             print(f"note: {name}: the end of text is {self.eot_name!a} (id {self.eot}) by {named_by}; --eot names another",

@@ -43,6 +43,16 @@ static void test_texts(void) {
     }
 }
 
+// The weights of many sets add up to more than 128 bits hold in units of 10^-18; their parts do not.
+static void test_large_weights(void) {
+    char* text = host_strdup("");
+    for (int k = 0; k < MIXTURE_SETS; k++) host_append(&text, "%sset%d:9e18", k ? "," : "", k);
+    Mixture m = mixture_parse("--train", text);
+    CHECK(m.count == MIXTURE_SETS && m.parts == MIXTURE_SETS, "%d sets, %ld parts", m.count, m.parts);
+    mixture_free(&m);
+    free(text);
+}
+
 // ---- Shares and order
 
 // A mixture with these weights, in units of 10^-digits, and `least` windows or up to 50 more a set.
@@ -196,6 +206,7 @@ static void test_largest(void) {
 
 int main(void) {
     RUN(test_texts);
+    RUN(test_large_weights);
     RUN(test_shares_and_order);
     RUN(test_epochs);
     RUN(test_no_state);

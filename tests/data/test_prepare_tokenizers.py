@@ -206,8 +206,8 @@ class HuggingFace(Prepare):
         self.assertEqual(eot_of(t, files, name="x.json")[0], "<eos>")
         got, said = eot_of(t, {config: b"no JSON"}, "--eot", "<pad>")
         self.assertEqual((got, "the end of text" in said), ("<pad>", False))
-        for file, data, says in ((config, {"eos_token": "<none>"}, f"the end of text is '<none>' by eos_token of {self.folder}/{config}, and no token"),
-                                 (generation, {"eos_token_id": 200}, f"the end of text is 200 by eos_token_id of {self.folder}/{generation}, and no"),
+        for file, data, says in ((config, {"eos_token": "<none>"}, f"eos_token of {self.folder}/{config} names '<none>' as the end of text"),
+                                 (generation, {"eos_token_id": 200}, f"eos_token_id of {self.folder}/{generation} names 200 as the end of text"),
                                  (generation, {"eos_token_id": []}, f"{self.folder}/{generation}: its eos_token_id cannot be read (list index"),
                                  (config, {"eos_token": {"a": 1}}, f"{self.folder}/{config}: its eos_token cannot be read ('content')"),
                                  (config, ["<eos>"], f"{self.folder}/{config}: its eos_token cannot be read ("),
@@ -239,7 +239,7 @@ class HuggingFace(Prepare):
         self.fails(a, "--tokenizer", f"tokenizers:{a}", says="not a tokenizer.json")
         for name in ("<none>", "\udcff"):
             self.fails(a, "--tokenizer", f"tokenizers:{self.byte_level()}", "--eot", name,
-                       says=f"the end of text is {name!a} by --eot, and no token of it; name another with --eot")
+                       says=f"--eot names {name!a} as the end of text, and the tokenizer has no such token; name another with --eot")
 
     def test_odd_vocabularies(self):
         """Files that the library reads, but that cannot be used for shards."""

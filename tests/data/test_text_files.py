@@ -278,7 +278,8 @@ class Formats(Prepare):
         texts = ["%d " % i + os.urandom(200).hex() for i in range(300)]
         whole, records = lzma.compress(os.urandom(50000).hex().encode()), gzip.compress(lines_of(texts))
         bad = {"a.txt.xz": whole[:30000], "b.txt.gz": b"not gzip", "c.txt.gz": b"", "c.txt.xz": b"", "d.jsonl.gz": records[:-9],
-               "e.jsonl.xz": records, "f.md.gz": gzip.compress(b"text\n" * 10000)[:-5] + b"\0crc!"}
+               "e.jsonl.xz": records, "e.md.xz": whole + b"junk", "e.txt.xz": whole + b"\0" * 4 + whole[1:],
+               "f.md.gz": gzip.compress(b"text\n" * 10000)[:-5] + b"\0crc!"}
         if zstandard:
             bad |= {"g.jsonl.zst": zstandard.ZstdCompressor().compress(lines_of(texts))[:-9], "g.txt.zst": b""}
         if pyarrow:
@@ -299,6 +300,15 @@ class Formats(Prepare):
             self.fails(path, "--overwrite", says=f"error: {path}: cannot read: ")  # nothing is left
             self.fails(os.path.join(d, "good.txt"), "--val", path, "--overwrite", says=f"error: {path}: cannot read: ")
         self.fails(self.write("e.txt.gz", b""), "--overwrite", says="e.txt.gz: cannot read: it is empty")
+
+    def test_streams_of_xz(self):
+        """A file of several streams, with NULs between them and behind, is read to its end."""
+        one, two = lzma.compress(b"first\n"), lzma.compress(b"second\n")
+        for size in (7, 1000, 1 << 20):
+            with mock.patch.object(text_files, "PIECE", size):
+                for data in (one + two, one + b"\0" * 4 + two + b"\0" * 8):
+                    self.run_it(self.write("a.txt.xz", data), "--val-fraction", "0", "--overwrite", "--strict")
+                    self.assertEqual(self.documents("train"), [b"first\nsecond\n"])
 
     def test_a_disk_that_fails_is_no_damage(self):
         path, good = self.write("a.txt.gz", gzip.compress(b"text\n" * 1000)), self.write("good.txt", b"text\n" * 100)

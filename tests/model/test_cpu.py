@@ -159,7 +159,7 @@ class Processors(cli.Case):
             self.assertIn(f"a stack is limited to {kib} KiB, and 512 are needed: raise the limit (ulimit -s 8192)", message)
         for size in ("64k", "100", " 511 K", "65536B"):
             message = self.failure(self.start(steps=1, variables={"OMP_STACKSIZE": size}), 2)
-            self.assertIn(f"OMP_STACKSIZE is {size}; at least 512k are needed", message)
+            self.assertIn(f"OMP_STACKSIZE or GOMP_STACKSIZE is {size}; at least 512k are needed", message)
         mxfp8 = dict(precision="mxfp8", dim=128, kv_lora=32, expert_ffn=128, steps=2)  # it has the largest frames
         if "sanitize" not in FOLDER:
             done = self.start(limits=[(resource.RLIMIT_STACK, 512 << 10)], out="limit", **mxfp8)

@@ -327,7 +327,7 @@ class Questions(Case):
             line += ["--" + name.replace("_", "-"), value]
         line = (mpirun(ranks) if ranks > 1 else []) + [str(word) for word in line]
         done = subprocess.run(line, cwd=self.dir, env=cli.environment(), capture_output=True, encoding="utf-8")
-        warnings = re.findall(r"(?m)^train_moe: warning: --eval: (\S+): (\d+) of (\d+) questions are longer than --seq-len 48: ", done.stderr)
+        warnings = re.findall(r"(?m)^train_moe: warning: --eval: (\S+): (\d+) of (\d+) questions are longer than a window of --seq-len 48: ", done.stderr)
         self.assertEqual((done.returncode, len(warnings)), (0, len(done.stderr.splitlines())), done.stderr)
         scores = re.findall(r"^(\S+): (\d+) questions, accuracy ([\d.]+), normalised ([\d.]+), (\d+) cut to --seq-len 48$", done.stdout, re.M)
         self.assertEqual([(name, cut, count) for name, count, _, _, cut in scores if cut != "0"], warnings)
@@ -394,7 +394,7 @@ class Questions(Case):
         write_questions(self.dir / "long.bin", [([97] * n, [[98] * 3, [99] * 4], 0) for n in (45, 46, 47, 200, 1)])
         write_questions(self.dir / "short.bin", [([97] * 45, [[98] * 3, [99] * 4], 0)])
         done = self.train(out="cut", steps=2, vocab=257, seq_len=48, eval="*.bin", eval_every=1)
-        self.assertRegex(done.stderr, r"^train_moe: warning: --eval: long: 3 of 5 questions are longer than --seq-len 48: .*\n$")
+        self.assertRegex(done.stderr, r"^train_moe: warning: --eval: long: 3 of 5 questions are longer than a window of --seq-len 48: .*\n$")
         self.assertEqual(len(re.findall(r"(?m)^long: 5 questions, .*, 3 cut to --seq-len 48$", done.stdout)), 2)
         self.assertEqual(len(re.findall(r"(?m)^short: 1 questions, .*, 0 cut to --seq-len 48$", done.stdout)), 2)
         self.assertEqual([(line["long_cut"], line["short_cut"]) for line in cli.read_log(self.dir / "cut")[1]], [(3, 0)] * 2)

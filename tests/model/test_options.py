@@ -488,6 +488,30 @@ class TokenizerBesideShards(Case):
             self.refused(2, words, train="data/text_train_*.bin", val="data/less_val_*.bin")
             args = [PROGRAM, "--evaluate", "run/step_00000001", "--val", "data/less_val_*.bin"]
             self.assertIn(words, self.call(args + ["--tokenizer", "data/text_tokenizer.bin"], 2).stderr)
+        # The training shards have no tokenizer file: bytes, or ids beyond 256 of an unknown tokenizer.
+        self.beside.unlink()
+        for change, ids in (("bytes, as without --tokenizer, that of the run: 300 tokens, not 257", 0),
+                            ("known without --tokenizer, as the ids go beyond 256, that of the run: 300 tokens, not 0", 200)):
+            write_shard(self.dir / "data/text_train_000000.bin", [token + ids for token in text(1200)])
+            self.refused(2, "--val: the tokenizer data/less_tokenizer.bin is not " + change, train="data/text_train_*.bin",
+                         val="data/less_val_*.bin", vocab=400)
+
+    def test_a_name_with_the_mark(self):
+        """The last _train_ of a name ends the name of its data set."""
+        shutil.copy(self.dir / "data/text_train_000000.bin", self.dir / "data/my_train_set_train_000000.bin")
+        shutil.copy(self.beside, self.dir / "data/my_train_set_tokenizer.bin")
+        self.check("data/my_train_set_tokenizer.bin", 300, train="data/my_train_set_train_*.bin")
+
+    def test_a_tokenizer_is_not_lost(self):
+        """A run whose checkpoint has a tokenizer's hash does not go on without that tokenizer, nor does one that begins with it."""
+        self.check("data/text_tokenizer.bin", 300, out="run")
+        (self.dir / "run/step_00000001/tokenizer.json").unlink(missing_ok=True)
+        self.beside.unlink()
+        write_shard(self.dir / "data/text_train_000000.bin", text(1200))
+        for options, words in ((dict(out="run", resume=True, steps=2, tokenizer=""), "--tokenizer (bytes) is not data/text_tokenizer.bin, that of"),
+                               (dict(init="run", vocab=None), "--init: the tokenizer of the model in run/step_00000001 is not bytes, as without")):
+            with self.subTest(words):
+                self.refused(2, words, train="data/text_train_*.bin", **options)
 
     def test_use_of_another(self):
         """A model is used with its own tokenizer: that of its folder, or the one whose hash the manifest has."""

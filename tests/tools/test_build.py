@@ -65,8 +65,8 @@ class Build(unittest.TestCase):
 
     def test_programs_that_hang(self):
         """Only goals that need the GPUs ask nvidia-smi. One that hangs is left after its limit, with a line."""
-        self.program("nvidia-smi", "echo asked >>asked\nsleep 1000\n")
-        self.program("timeout", "shift\nexec %s 0.5 \"$@\"\n" % shutil.which("timeout"))
+        self.program("nvidia-smi", "trap '' TERM\necho asked >>asked\nsleep 1000\n")
+        self.program("timeout", "shift 3\nexec %s -k 0.5 0.5 \"$@\"\n" % shutil.which("timeout"))
         run = lambda *goals: subprocess.run(["make", "MPI=0", *goals], cwd=self.dir, env=self.environment(), timeout=60,
                                             capture_output=True, encoding="utf-8")
         for goals in (["help"], ["cpu", "-n"], ["clean"], ["test-build", "-n"], ["cuda", "-n", "ARCHS=80"]):
