@@ -15,7 +15,7 @@
 
 enum { TOKENIZER_MAGIC = 20240328 };  // the first number of a tokenizer file
 
-// A token's text and id. The bytes have no NUL at their end, and lie in Tokenizer.data.
+// A token's text and id. The bytes have no NUL at their end, and are stored in Tokenizer.data.
 typedef struct Token {
     const char* bytes;
     int32_t length;
