@@ -10,8 +10,7 @@ Unit* unit_begin(Model* m, int unit, int next) {
     for (int i = 0; i < PARAMS; i++) {
         if (u->at[i] < 0) continue;
         Weight* w = &u->w[i];
-        w->stats =
-            m->step.measures && u->layer >= 0 ? m->step.stats + u->layer * BLOCK_STATS + i * WEIGHT_STATS : NULL;
+        w->stats = m->step.measures && u->layer >= 0 ? m->step.stats + u->layer * BLOCK_STATS + i * WEIGHT_STATS : NULL;
         if (u->version != weights_version(m->sharding)) weight_quantize(w, m->ctx);
     }
     u->version = weights_version(m->sharding);
