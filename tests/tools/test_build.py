@@ -270,7 +270,7 @@ esac
         self.assertRegex(lines, r"(?s)^USER (?!root).*^RUN make".replace("^", "(?m:^)"))
 
     def environment(self):
-        hidden = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CUDA_HOME", "NCCL_HOME", "CONDA_PREFIX", "MPI")
+        hidden = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CUDA_HOME", "NCCL_HOME", "CONDA_PREFIX", "MPI", "ARCHS", "WERROR")
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
         return environment | {"PATH": f"{self.dir}/bin:{environment['PATH']}"}
 
