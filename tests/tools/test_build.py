@@ -293,12 +293,17 @@ esac
 
 
 class Run(unittest.TestCase):
+    def folder_with_run(self, folder):
+        """A folder of tests with a copy of run.py, which needs scripts/ beside it."""
+        tests = pathlib.Path(folder, "tests")
+        tests.mkdir()
+        shutil.copy(ROOT / "tests/run.py", tests)
+        tests.with_name("scripts").symlink_to(ROOT / "scripts")
+        return tests
+
     def test_what_lacks_its_program_is_skipped(self):
         with tempfile.TemporaryDirectory(prefix="test_build_") as folder:
-            tests = pathlib.Path(folder, "tests")
-            tests.mkdir()
-            shutil.copy(ROOT / "tests/run.py", tests)
-            tests.with_name("scripts").symlink_to(ROOT / "scripts")
+            tests = self.folder_with_run(folder)
             for name, begins in ("ops/test_alone", ""), ("model/test_program", "import cli\n"):
                 (tests / name).parent.mkdir()
                 (tests / f"{name}.py").write_text(begins + "print('2 passed, 0 failed, 0 skipped')\n", "utf-8")
@@ -311,10 +316,7 @@ class Run(unittest.TestCase):
     def test_what_was_skipped_is_listed(self):
         """So that it runs again once the packages are there; a slow file is not in `make test`, and a C test has none."""
         with tempfile.TemporaryDirectory(prefix="test_build_") as folder:
-            tests = pathlib.Path(folder, "tests")
-            tests.mkdir()
-            shutil.copy(ROOT / "tests/run.py", tests)
-            tests.with_name("scripts").symlink_to(ROOT / "scripts")
+            tests = self.folder_with_run(folder)
             for name, begins, skipped in (("a", "", 0), ("b", "", 1), ("slow", "SLOW = True\n", 1)):
                 (tests / f"test_{name}.py").write_text(f"{begins}print('2 passed, 0 failed, {skipped} skipped')\n", "utf-8")
             (tests / "test_c").write_text("#!/bin/sh\necho 0 passed, 0 failed, 1 skipped\n", "utf-8")
