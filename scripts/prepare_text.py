@@ -343,7 +343,7 @@ def prepare(args):
     inputs, validation = (find_files(paths, args.glob, left_out) for paths in (args.inputs, args.val or []))
     for_val = [inputs.pop(file) for file in validation if file in inputs]
     if for_val:
-        print(f"prepare_text.py: {len(for_val)} left out of the training text, because --val has them, such as {shown(for_val[0])}",
+        print(f"prepare_text.py: files of --val that leave the training text: {len(for_val)}, such as {shown(for_val[0])}",
               file=sys.stderr)
     train, val = (Text(list(files.values()), left_out, args.split_on, args.field or "text", args.json_as_text)
                   for files in (inputs, validation))

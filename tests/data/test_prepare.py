@@ -229,7 +229,7 @@ class Bytes(Prepare):
         d, names = self.files_by_many_names()
         for val in names:
             said = self.run_it(d, "--val", val, "--overwrite", "--strict")
-            self.assertIn(f"prepare_text.py: 1 left out of the training text, because --val has them, such as {d}/a.txt\n", said)
+            self.assertIn(f"prepare_text.py: files of --val that leave the training text: 1, such as {d}/a.txt\n", said)
             self.assertEqual((self.documents("train"), self.documents("val")), ([b"second\n"], [b"first\n"]))
         self.run_it(d, self.write("c.txt", b"third\n"), "--val", os.path.join(d, "sub"), "--overwrite")
         self.assertEqual((self.documents("train"), self.documents("val")), ([b"third\n"], [b"second\n", b"first\n"]))
