@@ -18,11 +18,11 @@ int make_folders(const char* path);
 // fine. 0, or -1: ELOOP if `path` itself is a link.
 int remove_tree(const char* path);
 bool is_link(const char* path);
-// Whether `path` still names the file or folder that fd has open. After an error other than a missing name
-// or a closed descriptor: true.
+// Whether `path` still names the file or folder that fd has open. After an error other than a missing name or a closed
+// descriptor: true.
 bool is_open_as(int fd, const char* path);
-// Flushes an open file or folder to the disk. Some file systems cannot (EINVAL, ENOSYS, EOPNOTSUPP): then there
-// is a warning, one a run, and it counts as done. 0, or -1.
+// Flushes an open file or folder to the disk. Some file systems cannot (EINVAL, ENOSYS, EOPNOTSUPP): then there is a
+// warning, one a run, and it counts as done. 0, or -1.
 int sync_file(int fd, const char* path);
 // Flushes a folder's entries to the disk. 0, or -1.
 int sync_folder(const char* path);

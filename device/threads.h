@@ -1,8 +1,8 @@
 // The limits of threads and of their stacks.
 #pragma once
 
-// The first call in main. Ends the run if stacks are too small (ulimit -s, OMP_STACKSIZE), which would be a
-// segmentation fault later.
+// The first call in main. Ends the run if stacks are too small (ulimit -s, OMP_STACKSIZE, GOMP_STACKSIZE): it
+// would end in a segmentation fault or in a message of libgomp.
 void threads_check_stacks(void);
 
 // Call it before the first parallel region. Ends the run if OMP_NUM_THREADS exceeds the maximum, or if threads

@@ -10,9 +10,8 @@
 
 typedef struct Ranks Ranks;  // a group of ranks
 
-// From here on die() names this rank and ends the run on every rank, with its exit code. Only
-// rank 0 prints warnings; the other ranks' stdout is discarded. A program that was not started by mpirun or
-// srun is one rank.
+// From here on die() names this rank and ends the run on every rank, with its exit code. Only rank 0
+// prints warnings; the other ranks' stdout is discarded. A program that was not started by mpirun or srun is one rank.
 Ranks* ranks_start(int* argc, char*** argv);
 // Waits for all ranks. Ends MPI; `world` is freed.
 void ranks_end(Ranks* world);

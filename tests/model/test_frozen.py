@@ -14,10 +14,10 @@ and these options of each NAME:
     nvfp4   --precision nvfp4 --layers 3
     mtp     --mtp 1 --moments bf16
 
-LOSSES are those of steps 4 to 6 that both builds of that commit computed from step 3 (CUDA: on an H100).
-Rounding differs between processors: a relative error of 2^-24 (float32) for each sum. Means over 128 tokens keep it below
-1e-5, also where a quantized value takes its neighbour. Other random numbers of stochastic rounding move the losses of `nvfp4`
-by 3e-5.
+LOSSES are those of steps 4 to 6 that both builds of that commit computed from step 3. Another processor rounds float32 sums in
+another order, by 2^-24: two kernels of OpenBLAS differed by 1e-8. The CUDA build computes in bf16, and its losses are an H100's. A
+GPU for which cuBLASLt chooses other kernels was not compared. Other random numbers of stochastic rounding move the losses of
+`nvfp4` by 3e-5, three times the bound.
 """
 import pathlib
 import sys
