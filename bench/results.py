@@ -15,9 +15,10 @@ A line of results.jsonl is one measurement:
     yardstick  null, or {"what", "value"}: the same metric of something else, by which the value is judged
     section    the heading under which the pages show it; null: a former version or an older run, in results.jsonl alone
     label      its row there
+    log        the run's log.jsonl or a part of it, in bench/, packed by xz; a line without this key has none
 
 A page is its text in bench/parts, where {table} is the table of the section above it. In parts/RESULTS.md the last cell of
-a row is the id of a line. It becomes that line's number, spread, yardstick and page. --check writes nothing and fails where
+a row is the id of a line. It becomes that line's number, spread, yardstick, page and log. --check writes nothing and fails where
 a page is not up to date.
 """
 import argparse
@@ -94,7 +95,8 @@ def table(lines):
 def claim(text, line):
     unit = line["metric"].rpartition(", ")[2]
     where = f"[{', '.join(filter(None, (line['card'].partition(':')[0], line['date'])))}]({page_of(line)}.md#{anchor(line['section'])})"
-    return cells(text, f"{show(line['value'])} {unit}", spread_of(line), yardstick_of(line), where)
+    log = f"[log]({line['log']})" if "log" in line else "none"
+    return cells(text, f"{show(line['value'])} {unit}", spread_of(line), yardstick_of(line), where, log)
 
 
 def page(name, lines):

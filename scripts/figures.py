@@ -3,7 +3,7 @@
 [--program TRAIN_MOE] [--out FOLDER] [NAME ...].
 
 Figures of structure are drawn here. Figures of data come from runs of `tiny` made for them (three minutes on two
-cores), from bench/results.jsonl and from bench/billion. All are SVG. Those of docs/ are 480 wide, with letters of at
+cores), from bench/results.jsonl and from bench/logs. All are SVG. Those of docs/ are 480 wide, with letters of at
 least 13, so that they can be read on a phone. Standard library only.
 """
 import script  # noqa: F401  signals end it with one line
@@ -254,8 +254,8 @@ def compare_billion():
     """Four runs over a billion tokens. A line of their logs is a mean of 100 steps."""
     groups = []
     for name, log in {"bf16": "bf16", "MXFP8 in experts and dispatch": "mxfp8", "all MXFP8": "everything", "bf16, second seed": "bf16-seed-2"}.items():
-        run = compare_precision.Run(log, [], 1, 1, ROOT / "bench/billion")
-        run.rows = read_log(ROOT / f"bench/billion/{log}.jsonl", compare_precision.COLUMNS)[1]
+        run = compare_precision.Run(log, [], 1, 1, ROOT / "bench/logs")
+        run.rows = read_log(ROOT / f"bench/logs/billion-{log}.jsonl.xz", compare_precision.COLUMNS)[1]
         groups.append(compare_precision.Group(name, [run]))
     return compare_precision.svg(groups[:3], groups[3:], 10, "small, a billion tokens of code and prose, one H200", 100)
 

@@ -1,6 +1,6 @@
 """Reads log.jsonl (data/runlog.h) for the scripts in this folder. Standard library only.
 
-The first line of a log is the run's configuration. One object per step follows, where null is a number that was not
+A log whose name ends in .xz is packed. The first line of a log is the run's configuration. One object per step follows, where null is a number that was not
 finite. A number that float32 cannot hold is not finite either. An incomplete last line (of a run that goes on, or was
 killed) is left out with a message. If a step is there twice, the later line counts.
 
@@ -10,6 +10,7 @@ has one column per layer: {"load_max": [null, 1.5]} is load_max/layer1 (and an e
 """
 import functools
 import json
+import lzma
 import os
 import pathlib
 import sys
@@ -65,9 +66,12 @@ def read_log(path, columns=None):
         raise NoLog(f"{path} is not a log of train_moe: {what}")
 
     try:
-        *lines, tail = path.read_bytes().decode("utf-8", "replace").split("\n")
+        data = path.read_bytes()
+        *lines, tail = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8", "replace").split("\n")
     except OSError as error:
         fail(f"{path}: cannot read it: {error.strerror}")
+    except lzma.LZMAError as error:
+        bad(error)
     lines += [tail] if tail else []
     if not lines:
         bad("it is empty")
@@ -156,7 +160,7 @@ def log_path(path):
 def run_of(path):
     """The path that names a run: the folder of its log.jsonl, or a log of another name without .jsonl."""
     log = pathlib.Path(os.path.realpath(log_path(path)))
-    return log.parent if log.name == "log.jsonl" else pathlib.Path(str(log).removesuffix(".jsonl"))
+    return log.parent if log.name == "log.jsonl" else pathlib.Path(str(log).removesuffix(".xz").removesuffix(".jsonl"))
 
 
 def names(runs):

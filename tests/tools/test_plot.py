@@ -3,6 +3,7 @@ import contextlib
 import errno
 import io
 import json
+import lzma
 import os
 import pathlib
 import re
@@ -183,6 +184,15 @@ class PlotLoss(unittest.TestCase):
         self.assertEqual(len(self.ys(curves[0])), 10)
         self.assertIn("torn", self.note)
         self.assertIn("cut short", self.note)
+
+    def test_packed_log(self):
+        """A log packed by xz has the curves of the log. A damaged one is refused by name."""
+        log = self.log("run", self.rows(20))
+        packed = self.dir / "run.jsonl.xz"
+        packed.write_bytes(lzma.compress(log.read_bytes()))
+        self.assertEqual(self.plot(packed)[3], self.plot(log)[3])
+        packed.write_bytes(packed.read_bytes()[:-20])
+        self.fails(packed, names=packed, says="is not a log of train_moe: Compressed data ended")
 
     def test_tokens_axis(self):
         _, texts, _, _ = self.plot(self.log("t", self.rows(1000)), "--over", "tokens")

@@ -9,6 +9,9 @@ import sys
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from runlog import read_log  # noqa: E402
+
 KEYS = ["id", "date", "commit", "card", "command", "metric", "value", "spread", "runs", "yardstick", "section", "label"]
 LINK = r"\]\((?:\.\./)?bench/(RESULTS|h200|h100|cpu)\.md#?([\w-]*)\)"
 NUMBER = r"(?<![\w.^-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?(?![\w^]|\.\d|,\d{3}| steps)"
@@ -55,7 +58,7 @@ class Lines(unittest.TestCase):
         seen = set()
         for line in lines():
             with self.subTest(line.get("id")):
-                self.assertEqual(list(line), KEYS)
+                self.assertEqual(list(line), KEYS + ["log"] * ("log" in line))
                 self.assertNotIn(line["id"], seen)
                 seen.add(line["id"])
                 for key in "id", "card", "command", "label":
@@ -76,6 +79,21 @@ class Lines(unittest.TestCase):
                     self.assertRegex(line["yardstick"]["what"], r"\S")
                     self.assertIsInstance(line["yardstick"]["value"], number)
         self.assertGreater(len(seen), 500)
+
+    def test_logs(self):
+        """Each log in bench/logs is that of a line, with the line's model, and the scripts read it."""
+        logs = {}
+        for line in lines():
+            if "log" in line:
+                logs.setdefault(line["log"], []).append(line)
+        self.assertEqual(sorted(logs), sorted(f"logs/{path.name}" for path in (ROOT / "bench/logs").iterdir()))
+        for name, said in logs.items():
+            config, steps = read_log(ROOT / "bench" / name)
+            self.assertTrue(name.endswith(".jsonl.xz") and steps, name)
+            for line in said:
+                for option in "model", "steps", "batch", "experts", "precision", "seed":
+                    for value in re.findall(rf"--{option} (\S+)", line["command"].split(";")[0]):
+                        self.assertEqual(str(config[option]), value, f"{line['id']}: --{option}")
 
     def test_pages(self):
         """The pages are up to date, and show every line of a section."""
