@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PROGRAM = os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe")
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-README_LINES = 80
+README_LINES = 75
 
 
 def page(name):
