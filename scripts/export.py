@@ -9,6 +9,9 @@ A checkpoint is already a Hugging Face folder. A release has no moments, and its
 to even). The selection biases of the routers stay float32, as DeepSeek-V3's do. The CRC-32 of all files but the
 moments is checked first. MTP modules get copies of the embedding and lm_head, as in DeepSeek-V3, because some readers
 (vLLM) load a module by its own names alone. Needs numpy and safetensors.
+
+README.md in the release is a model card for the Hugging Face Hub. It has the architecture, tokens, losses from the run's
+log.jsonl, options without folders, and the way to load the model. Its license is to be filled in.
 """
 import script
 from script import Failure
@@ -18,9 +21,12 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import sys
 import zlib
+
+import model_card
 
 FORMAT = "train_moe checkpoint 2"
 FILE_BYTES = 5 * 10**9
@@ -82,7 +88,7 @@ def weight_map(step):
 
 
 def check(step):
-    """All that was saved is as it was, and is all that is read; the moments are not looked at."""
+    """All that was saved is as it was, and is all that is read; the moments are not looked at. Returns the manifest."""
     path = step / "manifest.json"
     manifest, (body, _, end) = read_json(path), path.read_text("utf-8").rpartition(',\n"manifest_crc32": ')
     if end != f"{zlib.crc32(body.encode())}}}\n":
@@ -107,6 +113,7 @@ def check(step):
             raise Failure(f"{step / file['name']}: {error.strerror}") from error
         if crc != file["crc32"]:
             raise Failure(f"{step / file['name']}: altered (its CRC-32 is {crc}, the manifest says {file['crc32']})")
+    return manifest
 
 
 def dtype_of(name, dtype):
@@ -176,8 +183,7 @@ def write_file(path, step, tensors, dtype, experts):
             file.write(values if header[name]["dtype"] == "F32" else bfloat16(values))
 
 
-def write(step, out, dtype, copies, experts):
-    files = plan(step, dtype, copies)
+def write(step, out, files, dtype, experts):
     places, done, total = {}, 0, sum(size for file in files for *_, size in file)
     for i, tensors in enumerate(files):
         target = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
@@ -205,19 +211,26 @@ def refuse_existing(out):
 
 def export(step, out, dtype, experts):
     refuse_existing(out)
-    check(step)
+    manifest = check(step)
     config = read_json(step / "config.json")
     config["torch_dtype"] = dtype
     if experts == "mxfp4":
-        warn_untrained(read_json(step / "manifest.json").get("options", {}))
+        warn_untrained(manifest.get("options", {}))
+    files = plan(step, dtype, copies_of(config))
+    name = model_card.hub_name(script.text(out.name, "replace"))
+    sizes = {tensor: int.__mul__(*(shape + [1])[:2]) for file in files for _, tensor, _, shape, _ in file
+             if not tensor.endswith("e_score_correction_bias")}
+    weights = dtype + ", the experts' rounded to MXFP4 in blocks of 32" * (experts == "mxfp4") + "; selection biases in float32"
+    card = model_card.card(name, step, manifest, config, sizes, weights)
     out.parent.mkdir(parents=True, exist_ok=True)
     with script.in_place(out, create=pathlib.Path.mkdir) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-        for name in COPIED:
-            if (step / name).exists():
-                shutil.copyfile(inside(step, name), part / name)
-        write(step, part, dtype, copies_of(config), experts)
-    print(f"wrote {out}")
+        (part / "README.md").write_text(card, "utf-8")
+        for file in COPIED:
+            if (step / file).exists():
+                shutil.copyfile(inside(step, file), part / file)
+        write(step, part, files, dtype, experts)
+    print(f"wrote {out}\nfill in the license in its README.md, then: hf upload USER/{name} {shlex.quote(str(out))}")
     if "train_moe_note" in config:
         print(f"export.py: warning: {config['train_moe_note']}", file=sys.stderr)
 

@@ -15,6 +15,7 @@ import os
 import pathlib
 import random
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -27,6 +28,7 @@ import cli  # noqa: E402
 from run import mpirun  # noqa: E402
 
 try:
+    import huggingface_hub  # transformers needs it
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
@@ -641,7 +643,7 @@ class Export(Case):
             code = "import sys; sys.modules['ml_dtypes'] = None\n" + code  # no required package installs it
             done = subprocess.run([sys.executable, "-c", code, step, out, "--dtype", dtype], check=True, capture_output=True,
                                   encoding="utf-8")
-            self.assertEqual(done.stdout, f"wrote {out}\n")
+            self.assertEqual(done.stdout, f"wrote {out}\nfill in the license in its README.md, then: hf upload USER/{dtype} {out}\n")
             self.assertGreaterEqual(len(list(out.glob("*.safetensors"))), files)
             self.assertEqual(len({path.stat().st_mode for path in out.iterdir()}), 1)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
@@ -653,6 +655,110 @@ class Export(Case):
             for name, value in model.state_dict().items():  # transformers may widen a tensor: compare values
                 rounded = own[name] if name.endswith(kept) else own[name].to(torch.bfloat16)
                 self.assertTrue(torch.equal(value.float(), rounded.float()), name)
+
+    def card(self, step, name="released", **options):
+        """The model card of a release, and the line about its upload. No folder is in the card."""
+        shutil.rmtree(self.dir / name, ignore_errors=True)
+        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+        done = subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, self.dir / name, *words], capture_output=True,
+                              encoding="utf-8")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        card = (self.dir / name / "README.md").read_text("utf-8")
+        for folder in (self.dir, self.data, pathlib.Path.home()):
+            self.assertNotIn(str(folder), card)
+        return card, done.stdout.splitlines()[-1]
+
+    @NEEDS
+    def test_card(self):
+        """Losses are of the released step, and counts are the program's; the options train the model again; the code runs."""
+        options = dict(val_every=4, q_lora=16, mtp=1, vocab=257, val=self.val_glob)
+        for name, more in (("adamw", dict(optimizer="adamw")), ("muon", dict(optimizer="muon", balance="deepseek", bias_rate=0.1))):
+            run = self.trained(name, save_every=4, **options, **more)
+            config, steps = cli.read_log(run)
+            for row in steps[3], steps[7]:
+                card, upload = self.card(run / f"step_{row['step']:08d}", "my model's")
+                self.assertEqual(shlex.split(upload.partition("then: ")[2]), ["hf", "upload", "USER/my-model-s", str(self.dir / "my model's")])
+                self.assertIn(f"\n- step: {row['step']}\n- tokens: {row['tokens']:,}\n- text: `text_train_*.bin`; for validation: `text_val_*.bin`\n"
+                              f"- training loss of this step in nats a token: {row['loss']:.4f}\n- validation loss in nats a token: "
+                              f"{row['val_loss']:.4f}\n- validation loss in bits a byte: {row['val_bits_per_byte']:.4f}\n", card)
+                self.assertIn(f"newest start: `{config['build']}`\n", card)
+            words = shlex.split(re.search(r"^```text\n(.*?)\n```$", card, re.M | re.S)[1].replace("\\\n", ""))
+            for option in ("train", "val"):
+                words[words.index("--" + option) + 1] = self.data / words[words.index("--" + option) + 1]
+            self.call([cli.PROGRAM, *words[1:], "--out", "again", "--val-every", 4])
+            self.assertEqual(cli.curve(self.dir / "again"), cli.curve(run))
+            shutil.rmtree(self.dir / "again")
+            done = self.call([cli.PROGRAM, "--dry-run", *words[1:]])
+            total, active = re.search(r"^exactly +parameters (\d+), active (\d+),", done.stdout, re.M).groups()
+            self.assertIn(f"\n- parameters: {int(total):,}; active for a token: {int(active):,}\n- layers: 2, of which dense, at the start: 1; MTP modules: 1\n"
+                          "- width: 32; heads: 2\n- rank of MLA's latents: 16 for queries, 16 for keys and values\n"
+                          "- experts: 4, 2 chosen for a token, 1 shared\n- vocabulary: 257; context: 32 tokens\n"
+                          "- weights: bfloat16; selection biases in float32\n", card)
+        data = huggingface_hub.ModelCard.load(self.dir / "my model's/README.md").data.to_dict()
+        self.assertEqual(data, dict(license="other", license_name="to-be-filled-in", library_name="transformers",
+                                    pipeline_tag="text-generation", tags=["train_moe", "moe"]))
+        self.assertIn("\nprompt = [model.config.eos_token_id, *b\"It was\"]\n", card)
+        code = re.search(r"^```python\n(.*?)\n```$", card, re.M | re.S)[1]
+        done = subprocess.run([sys.executable, "-c", code.replace("USER/my-model-s", str(self.dir / "my model's"))],
+                              capture_output=True, encoding="utf-8", errors="replace")
+        self.assertRegex(done.stdout, "^It was", done.stderr)
+
+    @NEEDS
+    def test_card_without_losses(self):
+        """A log of another run, without the step or damaged gives no number, and neither does a renamed step."""
+        run, other = self.trained(save_every=4), self.trained("other", seed=2)
+        step, log = run / "step_00000008", (run / "log.jsonl").read_text("utf-8")
+        loss = cli.read_log(run)[1][-1]["loss"]
+        self.assertIn(f"nats a token: {loss:.4f}\n", self.card(run)[0])
+        unknown = ("- training loss of this step in nats a token: not recorded\n- validation loss in nats a token: not recorded\n"
+                   "- validation loss in bits a byte: not recorded\n")
+        first, *rows = log.splitlines(keepends=True)
+        for text in ((other / "log.jsonl").read_text("utf-8"), "".join([first, *rows[:7]]), "[]\n" + log, "", None,
+                     "".join([first, *rows[:7], re.sub(r"_loss\": [\d.]+|loss\": [\d.]+|byte\": [\d.]+",
+                                                       lambda m: m[0].partition(" ")[0] + " null", rows[7])])):
+            (run / "log.jsonl").unlink(missing_ok=True)
+            if text is not None:
+                (run / "log.jsonl").write_text(text, "utf-8")
+            self.assertIn(unknown, self.card(run)[0], text)
+        (run / "log.jsonl").write_text(log, "utf-8")
+        shutil.rmtree(run / "step_00000004")
+        for name in ("step_00000004", "step_00000008.diverged"):
+            step = step.rename(run / name)
+            self.assertIn(unknown, self.card(step)[0])
+
+    @NEEDS
+    def test_card_of_stages(self):
+        """Tokens are those of all stages; a start from weights is named, and so are tokens that are not known."""
+        first = self.trained("first")
+        stage = dict(init="first", train=self.data / "text_train_000001.bin", steps=4, seq_len=32, batch=4)
+        line = [cli.PROGRAM, *(word for key, value in stage.items() for word in ("--" + key.replace("_", "-"), value))]
+        self.call([*line, "--out", "stage", "--init-moments"])
+        self.call([*line, "--out", "weights"])
+        step = self.dir / "stage/step_00000004"
+        self.assertIn("\n- tokens: 1,536: 1,024 in earlier stages, 512 in the last stage, which began with `step_00000008`\n", self.card(step)[0])
+        self.assertIn("\n- tokens: 512 after the start from the weights of `step_00000008`\n", self.card(self.dir / "weights")[0])
+        self.assertIn("\n- tokens: 1,024\n", self.card(first)[0])
+        record = cli.manifest(step)
+        del record["options"]["tokens-before"]
+        cli.seal_manifest(step, record)
+        self.assertIn("\n- tokens: 512 in the last stage, which began with `step_00000008`; of earlier stages not recorded\n", self.card(step)[0])
+
+    @NEEDS
+    def test_card_of_other_models(self):
+        """A model that transformers cannot compute has no code for it; dense models, YaRN and unknown tokenizers are named."""
+        card, _ = self.card(self.trained("odd", score="softmax", route_norm=0), experts="mxfp4")
+        self.assertIn("transformers cannot compute this model: `DeepSeek-V2's has no selection bias (--balance none)`. train_moe reads", card)
+        self.assertIn("\n- weights: bfloat16, the experts' rounded to MXFP4 in blocks of 32; selection biases", card)
+        self.assertIn("\nlibrary_name: train_moe\n", card)
+        self.assertNotIn("AutoModel", card)
+        card, _ = self.card(self.trained("dense", **MODELS["softmax, dense"], yarn=1), dtype="float32")
+        for words in ("\n- experts: none\n", "\n- dense\n", " YaRN with softmax scores needs transformers 5.15.\n", "\n- weights: float32; "):
+            self.assertIn(words, card)
+        record = cli.manifest(self.dir / "dense/step_00000008")
+        cli.seal_manifest(self.dir / "dense/step_00000008", {**record, "tokenizer_hash": 5})
+        card, _ = self.card(self.dir / "dense")
+        self.assertIn("Its tokenizer is not in the folder.", card)
+        self.assertNotIn("```python", card)
 
     @NEEDS
     def test_release_refused(self):

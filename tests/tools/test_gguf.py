@@ -306,7 +306,8 @@ class Gguf(cli.Case):
                 (self.dir / name).mkdir(exist_ok=True)
                 done = subprocess.run([sys.executable, cli.ROOT / "scripts" / script, step, out.encode()], cwd=self.dir / name,
                                       env=environment, capture_output=True)
-                self.assertEqual((done.returncode, done.stdout), (0, f"wrote {out}\n".encode()), f"{name}: {done.stderr}")
+                upload = f"fill in the license in its README.md, then: hf upload USER/Gr-e '{out}'\n" if script == "export.py" else ""
+                self.assertEqual((done.returncode, done.stdout), (0, f"wrote {out}\n{upload}".encode()), f"{name}: {done.stderr}")
             for at, _, files in os.walk(os.fsencode(self.dir / name)):
                 for file in sorted(files):
                     with open(os.path.join(at, file), "rb") as read:
