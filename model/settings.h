@@ -97,6 +97,8 @@ void settings_free(Settings* settings);
 
 // The checks of settings_read.
 void settings_check(const Settings* settings);
+// The checks of sizes, --ep and --tokens-per-step alone: a message in fresh memory, or NULL where they pass.
+char* settings_refusal(const Settings* settings);
 
 // The folder of the model to begin with, and which option named it; NULL: none.
 const char* settings_folder(const Settings* settings, const char** option);

@@ -1,5 +1,5 @@
 // Checks between options, one function a subject. Each ends the run with the names and values of options that do not
-// fit.
+// fit, or returns them as a message.
 #include <math.h>
 
 #include "device/check.h"
@@ -57,7 +57,7 @@ static void check_cuda_model(const ModelConfig* c) {
 // Options in their ranges can together overflow an integer. Sizes are estimated from above in double, which does not
 // overflow. With at most 1e15 elements, int64 can count the bytes of several hundred copies. Rows and work items are
 // int32 in kernels and CBLAS. A grid has at most 65535 x 128 columns of a hidden layer, gate and up.
-static void check_sizes(const Settings* s) {
+static char* refuse_sizes(const Settings* s) {
     // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
     const ModelConfig* c = &s->model;
     const double L = (double)config_blocks(c), C = (double)c->C, H = (double)c->H, q_lora = (double)c->q_lora;
@@ -95,16 +95,28 @@ static void check_sizes(const Settings* s) {
 
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
         if (sizes[i].size > sizes[i].most)
-            die(EXIT_USAGE, "%s make %.10g %s: at most %.10g are possible", sizes[i].options, sizes[i].size,
-                sizes[i].what, sizes[i].most);
+            return host_format("%s make %.10g %s: at most %.10g are possible", sizes[i].options, sizes[i].size,
+                               sizes[i].what, sizes[i].most);
+    return NULL;
 }
 
-// Groups of --ep ranks are whole, and their ranks own the same number of experts.
-static void check_layout(const Settings* s) {
+// Groups of --ep ranks are whole, and their ranks own the same number of experts. A step is a whole number of
+// micro-steps.
+char* settings_refusal(const Settings* s) {
+    char* refusal = refuse_sizes(s);
+    if (refusal) return refusal;
     if (s->ranks % s->ep)
-        die(EXIT_USAGE, "--ep %ld does not divide the %ld rank%s of the run%s", s->ep, s->ranks,
-            s->ranks == 1 ? "" : "s", s->resume ? " (unless given, it is as the checkpoint has it; --ep 1 fits)" : "");
-    if (s->model.E % s->ep) die(EXIT_USAGE, "--ep %ld does not divide --experts %ld", s->ep, s->model.E);
+        return host_format("--ep %ld does not divide the %ld rank%s of the run%s", s->ep, s->ranks,
+                           s->ranks == 1 ? "" : "s",
+                           s->resume ? " (unless given, it is as the checkpoint has it; --ep 1 fits)" : "");
+    if (s->model.E % s->ep) return host_format("--ep %ld does not divide --experts %ld", s->ep, s->model.E);
+    const int64_t micro = settings_micro_tokens(s);
+    if (s->tokens_per_step % micro)
+        return host_format(
+            "--tokens-per-step %ld is not a multiple of %ld ranks x --batch %ld x --seq-len %ld = %ld tokens a "
+            "micro-step",
+            s->tokens_per_step, s->ranks, s->batch, s->seq_len, micro);
+    return NULL;
 }
 
 // Every width that quantized products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
@@ -145,15 +157,8 @@ static void check_momentum(const char* option, double momentum, const char* usua
              momentum, 100 / (1 + 0x1p-8 / (1 - momentum)), option, usual);
 }
 
-// A step is a whole number of micro-steps, and outputs need --out.
+// Warnings, and inputs and outputs that an option needs.
 static void check_run(const Settings* s) {
-    int64_t micro = settings_micro_tokens(s);
-    if (s->tokens_per_step % micro)
-        die(EXIT_USAGE,
-            "--tokens-per-step %ld is not a multiple of %ld ranks x --batch %ld x --seq-len %ld = %ld tokens a "
-            "micro-step",
-            s->tokens_per_step, s->ranks, s->batch, s->seq_len, micro);
-
     // 0 means no clipping, so a tiny value is a mistake.
     if (s->clip > 0 && s->clip < 1e-30)
         die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
@@ -198,13 +203,13 @@ static void check_run(const Settings* s) {
 }
 
 void settings_check(const Settings* s) {
-    check_sizes(s);
+    char* refusal = settings_refusal(s);
+    if (refusal) die(EXIT_USAGE, "%s", refusal);
     check_model(&s->model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s->model);
     if (s->model.mtp >= s->seq_len)
         die(EXIT_USAGE, "--mtp %ld needs a longer --seq-len than %ld: module k predicts the token k + 1 places ahead",
             s->model.mtp, s->seq_len);
-    check_layout(s);
     check_precision(s);
     check_stats(s);
     check_run(s);

@@ -4,6 +4,7 @@
 Every bad option, file and folder must end with its exit code and a message that names the error and its place. No file
 may be harmed.
 """
+import itertools
 import json
 import os
 import pathlib
@@ -791,9 +792,12 @@ class Reports(Case):
         self.assertRegex(self.call([*large, "--ranks", 64]).stdout, r"^memory     [\d.]+ GiB a rank in the CPU build\n")
 
     def plan(self, gib, options):
-        """A plan for a GPU of `gib` GiB: the options with which it fits, None where nothing does, {} where it does as it is."""
-        done = subprocess.run([PROGRAM, "--dry-run", "--gpu-memory", str(gib), *(word for pair in options.items() for word in pair)],
+        """A plan for a GPU of `gib` GiB: what it needs, and the options with which it fits: None where nothing does, {} where it
+        does as it is. Options that are refused need None."""
+        done = subprocess.run([PROGRAM, "--dry-run", "--gpu-memory", str(gib), *(str(word) for pair in options.items() for word in pair)],
                               capture_output=True, encoding="utf-8")
+        if done.returncode == 2:
+            return None, None
         answer, second, *_ = done.stdout.splitlines()
         total, on_gpu = map(float, re.fullmatch(r"memory     (?:fits|does not fit): ([\d.]+) GiB a rank in the CUDA build, ([\d.]+) GiB on the GPU",
                                                 answer).groups())
@@ -801,53 +805,89 @@ class Reports(Case):
         self.assertEqual((done.returncode, "memory     fits: " in answer), (0, True) if total <= gib else (1, False))
         if done.returncode == 0:
             self.assertNotIn("--", second)
-            return {}
+            return total, {}
         said = second.strip()
         words = said.removeprefix("it fits with ").split()
-        return None if said.startswith("no --ep, --shard, --recompute or --batch fits") else dict(zip(words[::2], words[1::2]))
+        return total, None if said.startswith("no --ep, --shard, --recompute or --batch fits") else dict(zip(words[::2], words[1::2]))
+
+    def all_plans(self, options):
+        """What a run needs with each combination of the options that a proposal may have, in their order, and how many are refused."""
+        def doubled(low, high):
+            return [low << k for k in range(high.bit_length()) if low << k <= high]
+
+        def from_given(name, values):
+            return values[values.index(options.get(name, values[0])):]
+        ranks, batch = options["--ranks"], options["--batch"]
+        batches = [batch >> k for k in range(batch.bit_length())]
+        moments = ["bf16"] if options["--model"] in ("16b", "671b") else from_given("--moments", ["float32", "bf16"])
+        tokens = options.get("--tokens-per-step", ranks * batch * options["--seq-len"])
+        plans, refused = [], 0
+        for values in itertools.product(moments, doubled(options.get("--ep", 1), ranks), batches, from_given("--recompute", ["none", "moe", "block"]),
+                                        from_given("--shard", ["none", "optimizer", "grads", "weights"])):
+            tried = {**options, "--tokens-per-step": tokens, **dict(zip(("--moments", "--ep", "--batch", "--recompute", "--shard"), values))}
+            total, _ = self.plan(10**6, tried)
+            refused += total is None
+            if total is not None:
+                plans.append((total, tried))
+        return plans, refused
 
     def test_fits_a_gpu(self):
-        """--gpu-memory compares with the total. The proposal fits, and nothing with fewer changes does."""
-        levels, shards = ["none", "moe", "block"], ["none", "optimizer", "grads", "weights"]
-        small = {"--model": "small", "--seq-len": "1024", "--batch": "32", "--optimizer": "adamw"}
-        large = {"--model": "16b", "--seq-len": "4096", "--batch": "4", "--ranks": "4"}
-        moe = {"--recompute": "moe", "--tokens-per-step": "98304", "--batch": "12", **{key: small[key] for key in ("--model", "--seq-len")}}
-        tight = {**small, "--batch": "1", "--seq-len": "256"}
-        seen = set()
-        for options, sizes in ((small, (80, 10, 8, 5, 4, 0.6)), (large, (250, 150, 90, 80, 60, 45)), (moe, (9, 5, 4)), (tight, (3.5, 3, 2))):
-            for gib in sizes:
+        """A proposal is the first combination that fits, and there is none only where no combination fits."""
+        mla = {"--heads": 4, "--kv-lora": 64, "--nope-dim": 64, "--rope-dim": 32, "--v-dim": 64}
+        cases = [
+            # The least that fits in 141 GiB has 32 ranks of expert parallelism.
+            {"--model": "671b", "--ranks": 256, "--seq-len": 4096, "--batch": 2, "--shard": "grads", "--precision": "mxfp8"},
+            # Eight ranks of expert parallelism need less, but have too many rows for the quantization.
+            {"--model": "671b", "--ranks": 16, "--seq-len": 2**17, "--batch": 1, "--shard": "weights", "--precision": "mxfp8"},
+            # More than 64 ranks share no experts.
+            {"--model": "16b", "--ranks": 128, "--seq-len": 4096, "--batch": 1, "--experts": 256, "--layers": 3, "--shard": "weights",
+             "--recompute": "block"},
+            # Halves of five and three sequences do not divide a step.
+            {"--model": "small", "--ranks": 3, "--seq-len": 1024, "--batch": 10, "--optimizer": "adamw"},
+            # Nothing is left but the moments.
+            {"--model": "small", "--ranks": 1, "--seq-len": 256, "--batch": 1, "--optimizer": "adamw"},
+        ]
+        rng = random.Random(3)
+        for _ in range(10):
+            ranks = rng.choice((1, 2, 4, 6, 8, 12))
+            cases.append({
+                "--model": "tiny", **mla, "--layers": rng.randint(1, 4), "--dense-layers": rng.randint(0, 1), "--dim": rng.choice((512, 2048)),
+                "--experts": rng.choice((6, 8, 16, 48)), "--top-k": rng.randint(1, 6), "--expert-ffn": rng.choice((256, 2048)), "--dense-ffn": 4096,
+                "--vocab": rng.choice((256, 50000)), "--mtp": rng.choice((0, 0, 1, 2)), "--ranks": ranks, "--batch": rng.choice((1, 2, 3, 4, 6)),
+                "--seq-len": rng.choice((512, 4096)), "--dispatch": rng.choice(("nccl", "auto")), "--precision": rng.choice(("bf16", "mxfp8")),
+                "--optimizer": rng.choice(("adamw", "muon"))})
+            for name, value in (("--shard", "optimizer"), ("--recompute", "moe"), ("--moments", "bf16"), ("--ep", 2)):
+                if rng.random() < 0.2 and (ranks % 2 == 0 or name != "--ep"):
+                    cases[-1][name] = value
+            if rng.random() < 0.3:
+                cases[-1]["--tokens-per-step"] = rng.randint(1, 3) * ranks * cases[-1]["--batch"] * cases[-1]["--seq-len"]
+        seen, all_refused = set(), 0
+        for options in cases:
+            plans, refused = self.all_plans(options)
+            all_refused += refused
+            # Sizes between those of two plans, and one below all. What is printed is rounded to 0.01.
+            needs = sorted({total for total, _ in plans if total <= plans[0][0]})
+            sizes = [(low + high) / 2 for low, high in zip(needs, needs[1:]) if high - low > 0.03]
+            for gib in [needs[0] - 0.02, *sizes[:1], *rng.sample(sizes[1:], min(3, len(sizes[1:])))]:
                 with self.subTest(options, gib=gib):
-                    proposal = self.plan(gib, options)
-                    if proposal == {}:
-                        continue
-                    ranks, batch, level = int(options.get("--ranks", 1)), int(options["--batch"]), levels.index(options.get("--recompute", "none"))
+                    proposal = self.plan(gib, options)[1]
+                    first = next((tried for total, tried in plans if total <= gib), None)
                     seen.update(proposal or {"none"})
-                    if proposal:
-                        self.assertEqual(self.plan(gib, {**options, **proposal}), {})
-                        # Another batch does not change the tokens of a step.
-                        self.assertEqual("--tokens-per-step" in proposal, "--batch" in proposal and "--tokens-per-step" not in options)
-                        if "--tokens-per-step" in proposal:
-                            self.assertEqual(int(proposal["--tokens-per-step"]), ranks * batch * int(options["--seq-len"]))
-                    # All that has fewer changes, or all, does not fit.
-                    tokens = options.get("--tokens-per-step", str(ranks * batch * int(options["--seq-len"])))
-                    proposed = proposal and (batch // int(proposal.get("--batch", batch))).bit_length() - 1 + levels.index(
-                        proposal.get("--recompute", levels[level])) - level
-                    for halves in range(batch.bit_length()):
-                        for stronger in levels[level:]:
-                            changes = halves + levels.index(stronger) - level
-                            if proposal and "--moments" not in proposal and changes >= proposed:
-                                continue
-                            if int(tokens) % (ranks * int(options["--seq-len"]) * (batch >> halves)):
-                                continue
-                            for ep, shard in [(ep, shard) for ep in (1, 2, 4) if ranks % ep == 0 for shard in shards[:4 if ranks > 1 else 1]]:
-                                other = {**options, "--batch": str(batch >> halves), "--recompute": stronger, "--tokens-per-step": tokens,
-                                         "--ep": str(ep), "--shard": shard, **({} if proposal else {"--moments": "bf16"})}
-                                self.assertNotEqual(self.plan(gib, other), {}, other)
-        self.assertEqual(seen, {"--batch", "--tokens-per-step", "--recompute", "--ep", "--shard", "--moments", "none"})
-        # A run that goes on keeps its moments and its tokens a step.
-        self.assertIn("--moments", self.plan(3, tight))
-        done = self.call([PROGRAM, "--dry-run", "--gpu-memory", 3, "--resume", "--out", "run", *(word for pair in tight.items() for word in pair)], 1)
-        self.assertIn("no --ep, --shard, --recompute or --batch fits", done.stdout)
+                    if first is None:
+                        self.assertIsNone(proposal)
+                        continue
+                    self.assertIsNotNone(proposal, first)
+                    self.assertEqual(self.plan(gib, {**options, **proposal})[1], {}, proposal)
+                    if int(proposal.get("--ep", 1)) >= 32:
+                        seen.add("--ep 32")
+                    # It names the differences. Another batch does not change the tokens of a step.
+                    given = {"--moments": plans[0][1]["--moments"], "--ep": 1, "--recompute": "none", "--shard": "none", **options}
+                    changed = {name: str(value) for name, value in first.items() if name in given and value != given[name]}
+                    if "--batch" in changed and "--tokens-per-step" not in options:
+                        changed["--tokens-per-step"] = str(first["--tokens-per-step"])
+                    self.assertEqual(proposal, changed)
+        self.assertEqual(seen, {"--batch", "--tokens-per-step", "--recompute", "--ep", "--ep 32", "--shard", "--moments", "none"})
+        self.assertGreater(all_refused, 20)
         self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
 
     def test_predicted_steps(self):
