@@ -76,8 +76,8 @@ static size_t memory_needed(const Settings* s, int rank, Backend build) {
     return bytes;
 }
 
-// A run to come: not one that goes on, not the use of a model.
-static bool is_new_run(const Settings* s) { return !s->resume && !*s->sample && !*s->evaluate; }
+// A run without a checkpoint that sets its moments and its tokens a step. The use of a model has neither.
+static bool is_new_run(const Settings* s) { return !s->steps_before && !*s->sample && !*s->evaluate; }
 
 // The first settings that are allowed and fit. Options of inner loops change first. All combinations are tried, because
 // a single change may need more memory. The moments are last: a run keeps them to its end.

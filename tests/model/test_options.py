@@ -890,6 +890,27 @@ class Reports(Case):
         self.assertGreater(all_refused, 20)
         self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
 
+    def test_fits_with_a_checkpoint(self):
+        """A resumed run and a new stage keep moments and tokens a step; a run that --resume begins may have others."""
+        shared = dict(steps=1, recompute="block")
+
+        def planned(**options):
+            printed = self.train(dry_run="all", gpu_memory=80, **shared, **options).stdout
+            return float(re.search(r"^  total +([\d.]+) MiB", printed, re.M)[1]) / 1024
+        whole, half, bf16 = planned(), planned(batch=1), planned(batch=1, moments="bf16")
+        self.train(out="run", **shared)
+        for options, begins in ((dict(resume=True, out="none"), True), (dict(resume=True, out="run"), False),
+                                (dict(init="run", init_moments=True, out="stage"), False)):
+            for gib, proposal in (((whole + half) / 2, "it fits with --batch 1" + " --tokens-per-step 64" * begins),
+                                  ((half + bf16) / 2, "it fits with --batch 1 --tokens-per-step 64 --moments bf16" if begins else
+                                   "no --ep, --shard, --recompute or --batch fits: use a smaller model, --seq-len, or more ranks")):
+                done = self.train(1, dry_run=True, gpu_memory=f"{gib:.9f}", **shared, **options)
+                self.assertEqual(done.stdout.splitlines()[1].strip(), proposal, options)
+                if "it fits" in proposal:
+                    words = proposal.removeprefix("it fits with ").split()
+                    named = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2])}
+                    self.train(dry_run=True, gpu_memory=f"{gib:.9f}", **shared, **options, **named)
+
     def test_predicted_steps(self):
         """The table of predicted steps has this program's predictions; none is off by more than a quarter of the measured time."""
         table = (ROOT / "bench/h200.md").read_text("utf-8").partition("## Predicted steps\n")[2].partition("\n## ")[0]
