@@ -88,7 +88,8 @@ name = "USER/{name}"  # or the folder
 model = AutoModelForCausalLM.from_pretrained(name)
 {"tokenizer = AutoTokenizer.from_pretrained(name)" if has_tokenizer else "# a token is a byte"}
 prompt = [model.config.eos_token_id, *{'tokenizer.encode("It was", add_special_tokens=False)' if has_tokenizer else 'b"It was"'}]
-text = model.generate(torch.tensor([prompt]), max_new_tokens=200, do_sample=True, temperature=0.8)[0, len(prompt):]
+room = model.config.max_position_embeddings - len(prompt)
+text = model.generate(torch.tensor([prompt]), max_new_tokens=min(200, room), do_sample=True, temperature=0.8)[0, len(prompt):]
 print("It was" + {'tokenizer.decode(text, skip_special_tokens=True)' if has_tokenizer else
                   'bytes(i for i in text.tolist() if i < 256).decode(errors="replace")'})
 ```"""
@@ -117,13 +118,15 @@ tags:
 
 # {name}
 
+A base model, not tuned to follow instructions. Text, language and limits: to be filled in.
+
 ## Architecture
 
 - model type: {code(c["model_type"])}
 - parameters: {total:,}; active for a token: {active:,}
-- layers: {c["num_hidden_layers"]}, of which dense, at the start: {c["first_k_dense_replace"]}; MTP modules: {c["num_nextn_predict_layers"]}
+- layers: {c["num_hidden_layers"]}; dense ones among them, at the start: {c["first_k_dense_replace"]}; MTP modules: {c["num_nextn_predict_layers"]}
 - width: {c["hidden_size"]}; heads: {c["num_attention_heads"]}
-- rank of MLA's latents: {c["q_lora_rank"] or "none"} for queries, {c["kv_lora_rank"]} for keys and values
+- MLA: a latent of {c["kv_lora_rank"]} for keys and values, {f'of {c["q_lora_rank"]} for queries' if c["q_lora_rank"] else "none for queries"}
 - experts: {f'{c["n_routed_experts"]}, {c["num_experts_per_tok"]} chosen for a token, {c["n_shared_experts"]} shared' if routed else "none"}
 - vocabulary: {c["vocab_size"]:,}; context: {c["max_position_embeddings"]:,} tokens
 - weights: {weights}
@@ -136,7 +139,7 @@ tags:
 {losses}
 - program, at the run's newest start: {code(build)}
 
-The losses are of the run's own weights, before any rounding for this release. Options of the run:
+The losses are of the run's own weights, before any rounding for this release. In the CPU build bf16 is float32. Options of the run:
 
 ```text
 {command(options) if options else UNKNOWN}

@@ -690,8 +690,8 @@ class Export(Case):
             shutil.rmtree(self.dir / "again")
             done = self.call([cli.PROGRAM, "--dry-run", *words[1:]])
             total, active = re.search(r"^exactly +parameters (\d+), active (\d+),", done.stdout, re.M).groups()
-            self.assertIn(f"\n- parameters: {int(total):,}; active for a token: {int(active):,}\n- layers: 2, of which dense, at the start: 1; MTP modules: 1\n"
-                          "- width: 32; heads: 2\n- rank of MLA's latents: 16 for queries, 16 for keys and values\n"
+            self.assertIn(f"\n- parameters: {int(total):,}; active for a token: {int(active):,}\n- layers: 2; dense ones among them, at the start: 1; MTP modules: 1\n"
+                          "- width: 32; heads: 2\n- MLA: a latent of 16 for keys and values, of 16 for queries\n"
                           "- experts: 4, 2 chosen for a token, 1 shared\n- vocabulary: 257; context: 32 tokens\n"
                           "- weights: bfloat16; selection biases in float32\n", card)
         data = huggingface_hub.ModelCard.load(self.dir / "my model's/README.md").data.to_dict()
