@@ -53,6 +53,7 @@ typedef struct Run {
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
+    bool resumed;        // --out has a checkpoint
     DataHash data;       // of train and tokenizer
     double val_bytes;    // of a token of val; 0: not known
     Choices* questions;  // question_files of them
@@ -287,6 +288,7 @@ static void open_ranks(Run* r, int argc, char** argv) {
     const int resumes = parsed.resume && *parsed.out && !parsed.help && !parsed.version;
     Json* manifest = record_manifest(r->world, resumes ? parsed.out : NULL);
     r->settings = settings_read(parsed, ranks_count(r->world), json_get(manifest, "options"));
+    r->resumed = manifest != NULL;
     json_free(manifest);
     threads_check();
     watch_start(r->world, r->settings.timeout);
@@ -312,7 +314,7 @@ static void open_data(Run* r) {
     r->tokenizer = sample_tokenizer(s, r->train);
     r->data.shards = shards_hash(r->train);
     r->data.tokenizer = tokenizer_hash(r->tokenizer);
-    evaluate_tokenizer(r->world, s, r->tokenizer);
+    evaluate_tokenizer(r->world, s, r->tokenizer, r->resumed);
     evaluate_tokenizers("train", r->train, s, r->tokenizer);
     r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
     sample_check(s, r->tokenizer);

@@ -45,7 +45,7 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 def write_tokenizer(path, tokens, eot=0, magic=20240328, version=2):
     header = struct.pack("<4I", magic, version, len(tokens), eot)
-    body = b"".join(bytes([len(t)]) + t for t in tokens)
+    body = b"".join(len(t).to_bytes(4 if version == 3 else 1, "little") + t for t in tokens)
     pathlib.Path(path).write_bytes(header.ljust(1024, b"\0") + body)
 
 

@@ -378,6 +378,16 @@ class Questions(Case):
             (_, _, accuracy, normalised), = self.asked("same.bin", batch=batch)
             self.assertEqual((float(accuracy), float(normalised)), (0, 0), batch)
 
+    def test_tokens_without_bytes(self):
+        """Version 2 has no bytes of tokens of more than 255, so the score by bytes would be wrong; version 3 has them."""
+        tokens = [bytes([i]) for i in range(256)] + [b"<end>"]
+        write_questions(self.dir / "long.bin", [([1], [[2, 3], [4]], 1)])
+        for last, version, refused in ((b"", 2, True), (b" " * 256, 3, False)):
+            cli.write_tokenizer(self.dir / "long.tok", [*tokens[:4], last, *tokens[5:]], eot=256, version=version)
+            line = [cli.PROGRAM, "--evaluate", self.step, "--eval", "long.bin", "--tokenizer", "long.tok"]
+            done = self.call(line, 2 if refused else 0)
+            self.assertEqual("--eval: long: token 4 has no bytes in long.tok, and scores need the length" in done.stderr, refused, done.stderr)
+
     def test_a_file_of_another_tokenizer(self):
         """prepare_eval.py names the tokenizer in the header; training and --evaluate refuse another one."""
         (self.dir / "in.jsonl").write_text(json.dumps(dict(context="ab", endings=["a", "b"], label=1)) + "\n", "utf-8")
@@ -655,6 +665,23 @@ class Export(Case):
             for name, value in model.state_dict().items():  # transformers may widen a tensor: compare values
                 rounded = own[name] if name.endswith(kept) else own[name].to(torch.bfloat16)
                 self.assertTrue(torch.equal(value.float(), rounded.float()), name)
+
+    @NEEDS
+    def test_the_tokenizer_of_a_release(self):
+        """A release has the step's tokenizer.bin, or one from its tokenizer.json."""
+        (self.dir / "text").write_text("to be or not to be " * 40, "utf-8")
+        subprocess.run([sys.executable, cli.ROOT / "scripts/prepare_text.py", self.dir / "text", "--out", self.dir / "words"], check=True,
+                       capture_output=True)
+        self.train(train="words/text_train_*.bin", out="run", steps=1)
+        step = self.dir / "run/step_00000001"
+        was, record = (step / "tokenizer.bin").read_bytes(), cli.manifest(step)
+        for name, lacks in (("copied", "tokenizer.json"), ("made", "tokenizer.bin")):  # a step of 0.1.0 has no tokenizer.bin
+            (step / lacks).rename(self.dir / lacks)
+            cli.seal_manifest(step, {**record, "files": [file for file in record["files"] if file["name"] != lacks]})
+            self.card(step, name)
+            (self.dir / lacks).rename(step / lacks)
+            self.assertEqual((self.dir / name / "tokenizer.bin").read_bytes(), was)
+            self.call([cli.PROGRAM, "--sample", name, "--sample-tokens", 1])
 
     def card(self, step, name="released", **options):
         """The model card of a release, and the line about its upload. No folder is in the card."""

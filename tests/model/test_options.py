@@ -19,7 +19,7 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import (Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, manifest, snapshot, text,  # noqa: E402
+from cli import (Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, manifest, seal_manifest, snapshot, text,  # noqa: E402
                  write_manifest, write_shard, write_tokenizer)
 
 ANY_GPU = ["--gpu-memory", 10**6]  # GiB: with it every plan of a preset fits
@@ -352,6 +352,9 @@ class BadOptions(Case):
         path.write_bytes(whole + b"x")
         self.refused(1, "--tokenizer: t.bin", "1 bytes after the last", tokenizer="t.bin", out="run")
         self.refused(1, "--tokenizer: gone.bin", "No such file", tokenizer="gone.bin", out="run")
+        for name in ("a folder/tokenizer.json", "gone.json"):
+            self.refused(2, f"--tokenizer: {name} is for transformers; this makes the .bin of the same name, which train_moe reads: "
+                         f"python3 scripts/tokenizer_json.py {name}\n", tokenizer=name, out="run")
 
 
 class TokenizerBesideShards(Case):
@@ -420,7 +423,8 @@ class TokenizerBesideShards(Case):
         shutil.copy(self.beside, folder / "table")
         (self.dir / "v1.json").write_text('{"of": "something else"}', "utf-8")
         self.check("v1.2/table", 300, tokenizer="v1.2/table", out="none")
-        self.assertEqual(list(self.dir.glob("none/step_*/tokenizer*")), [])
+        copy, = self.dir.glob("none/step_*/tokenizer*")
+        self.assertEqual((copy.name, copy.read_bytes()), ("tokenizer.bin", self.beside.read_bytes()))
         (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
         subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
                        capture_output=True)
@@ -431,9 +435,9 @@ class TokenizerBesideShards(Case):
         self.assertIn("--tokenizer: made/text_tokenizer_config.json beside it is empty", done.stderr)
         config.write_text(was, "utf-8")
         self.check("made/text_tokenizer.bin", 257, train="made/text_train_*.bin", out="run")
-        for name in ("tokenizer.json", "tokenizer_config.json"):
+        for name in ("tokenizer.bin", "tokenizer.json", "tokenizer_config.json"):
             copy, = self.dir.glob(f"run/step_*/{name}")
-            self.assertEqual(copy.read_text("utf-8"), (self.dir / f"made/text_{name}").read_text("utf-8"))
+            self.assertEqual(copy.read_bytes(), (self.dir / f"made/text_{name}").read_bytes())
 
     def test_init_of_another(self):
         """A model with other tokens than the shards is refused; the folder of a run means its newest step."""
@@ -441,14 +445,14 @@ class TokenizerBesideShards(Case):
         subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
                        capture_output=True)
         self.train(train="made/text_train_*.bin", out="run", steps=3, save_every=1)
-        words = "--init: the tokenizer run/step_00000003/tokenizer.json is not data/text_tokenizer.bin, that of the run: "
+        words = "--init: the tokenizer run/step_00000003/tokenizer.bin is not data/text_tokenizer.bin, that of the run: "
         self.refused(2, words + "257 tokens, not 300", train="data/text_train_*.bin", init="run/step_00000003", steps=1)
         tokens = [bytes([i]) for i in range(256)] + [b"<end>"]
         write_tokenizer(self.beside, tokens[::-1])
         self.refused(2, words + "end of text is token 256, not 0", train="data/text_train_*.bin", init="run/step_00000003", steps=1)
         write_tokenizer(self.beside, tokens[1:256] + tokens[:1] + tokens[256:], 256)
         self.refused(2, words + "the bytes of token 0 differ", train="data/text_train_*.bin", init="run/step_00000003", steps=1)
-        write_tokenizer(self.beside, tokens, 256)  # the same, in the other form
+        write_tokenizer(self.beside, tokens, 256, version=3)  # the same, in the other form
         write_shard(self.dir / "data/text_train_000000.bin", text(1200))
         self.train(train="data/text_train_*.bin", init="run/step_00000003", steps=1)
         done = self.train(train="made/text_train_*.bin", init="run", steps=1)
@@ -506,7 +510,7 @@ class TokenizerBesideShards(Case):
     def test_a_tokenizer_is_not_lost(self):
         """A run whose checkpoint has a tokenizer's hash does not go on without that tokenizer, nor does one that begins with it."""
         self.check("data/text_tokenizer.bin", 300, out="run")
-        (self.dir / "run/step_00000001/tokenizer.json").unlink(missing_ok=True)
+        (self.dir / "run/step_00000001/tokenizer.bin").unlink()
         self.beside.unlink()
         write_shard(self.dir / "data/text_train_000000.bin", text(1200))
         for options, words in ((dict(out="run", resume=True, steps=2, tokenizer=""), "--tokenizer (bytes) is not data/text_tokenizer.bin, that of"),
@@ -519,36 +523,90 @@ class TokenizerBesideShards(Case):
         write_shard(self.dir / "data/text_val_000000.bin", [token + 150 for token in text(300)])
         self.check("data/text_tokenizer.bin", 300, out="run")
         use = ([PROGRAM, "--evaluate", "run", "--val", "data/text_val_*.bin"], [PROGRAM, "--sample", "run", "--sample-tokens", 2])
-        self.assertIn(" bits a byte", self.call(use[0]).stdout)  # the tokenizer is that of the shards
         write_tokenizer(self.dir / "other.bin", self.tokens[::-1])
-        shutil.copy(self.beside, self.dir / "same.bin")
-        for line in use:
-            self.call([*line, "--tokenizer", "same.bin"])
-        self.beside.unlink()
-        for line, option in zip(use, ("evaluate", "sample")):
-            words = f"--{option}: the tokenizer of the model in run/step_00000001 is not other.bin, that of the run: its tokens or end"
-            self.assertIn(words, self.call([*line, "--tokenizer", "other.bin"], 2).stderr)
+        self.beside.rename(self.dir / "same.bin")
+        for said in ("run/step_00000001/tokenizer.bin is not other.bin, that of the run: the bytes of token 1 differ",
+                     "of the model in run/step_00000001 is not other.bin, that of the run: its tokens or end of text differ"):
+            for line, option in zip(use, ("evaluate", "sample")):
+                self.call([*line, "--tokenizer", "same.bin"])
+                self.assertIn(f"--{option}: the tokenizer {said}", self.call([*line, "--tokenizer", "other.bin"], 2).stderr)
+            self.assertIn(" bits a byte", self.call(use[0]).stdout)  # the tokenizer is the folder's, then that of the shards
+            (self.dir / "run/step_00000001/tokenizer.bin").unlink(missing_ok=True)
+            shutil.copy(self.dir / "same.bin", self.beside)
         shutil.copy(self.dir / "other.bin", self.beside)  # shards of another text
         self.assertIn("run/step_00000001 is not data/text_tokenizer.bin, that of the run", self.call(use[0], 2).stderr)
         self.refused(2, "--init: the tokenizer of the model in run/step_00000001 is not data/text_tokenizer.bin",
                      train="data/text_train_*.bin", init="run", steps=1)
 
+    def test_a_folder_with_tokenizer_json_alone(self):
+        """It is refused with the command that makes tokenizer.bin, also where --tokenizer is given. A run goes on."""
+        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
+        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
+                       capture_output=True)
+        made = dict(train="made/text_train_*.bin", steps=1)
+        self.train(**made, out="run")
+        step = self.dir / "run/step_00000001"
+        was, record = (step / "tokenizer.bin").read_bytes(), manifest(step)
+        (step / "tokenizer.bin").unlink()  # as a step of 0.1.0
+        seal_manifest(step, {**record, "files": [file for file in record["files"] if file["name"] != "tokenizer.bin"]})
+        lines = ([PROGRAM, "--evaluate", "run", "--val", "made/text_val_*.bin"], [PROGRAM, "--sample", "run", "--sample-tokens", 2],
+                 command(**made, init="run"))
+        for line, option in zip(lines, ("evaluate", "sample", "init")):
+            for more in [], ["--tokenizer", "made/text_tokenizer.bin"]:
+                self.assertEqual(self.call([*line, *more], 2).stderr,
+                                 f"train_moe: error: --{option}: run/step_00000001 has a tokenizer.json and no tokenizer.bin; this makes it: "
+                                 "python3 scripts/tokenizer_json.py run/step_00000001\n")
+        self.train(**{**made, "steps": 2}, out="run", resume=True)
+        self.assertEqual((self.dir / "run/step_00000002/tokenizer.bin").read_bytes(), was)
+        shutil.rmtree(self.dir / "run/step_00000002")
+        subprocess.run([sys.executable, ROOT / "scripts/tokenizer_json.py", step], check=True, capture_output=True)
+        self.assertEqual((step / "tokenizer.bin").read_bytes(), was)
+        for line in lines:
+            self.call(line)
+        # A run that began with such a step goes on: it reads --init only until it has a checkpoint of its own.
+        self.train(**made, init="run", out="next")
+        (step / "tokenizer.bin").unlink()
+        self.train(**{**made, "steps": 2}, out="next", resume=True)
+
+    def test_a_run_with_tokenizer_json(self):
+        """A run of 0.1.0 with a tokenizer.json goes on with the .bin that is made of it."""
+        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
+        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
+                       capture_output=True)
+        (self.dir / "made/text_tokenizer.bin").rename(self.dir / "made/own.bin")
+        (self.dir / "made/text_tokenizer.json").rename(self.dir / "made/own.json")
+        made = dict(train="made/text_train_*.bin", out="run", vocab=257)
+        self.train(**made, steps=1, tokenizer="made/own.bin")
+        step = self.dir / "run/step_00000001"
+        record = manifest(step)
+        seal_manifest(step, {**record, "options": {**record["options"], "tokenizer": "made/own.json"}})
+        (self.dir / "made/own.bin").unlink()
+        for train in None, made["train"]:
+            self.refused(2, "--tokenizer: made/own.json is for transformers", "python3 scripts/tokenizer_json.py made/own.json\n",
+                         **{**made, "train": train, "vocab": None}, steps=2, resume=True)
+        subprocess.run([sys.executable, ROOT / "scripts/tokenizer_json.py", "made/own.json"], cwd=self.dir, check=True, capture_output=True)
+        self.train(**{**made, "train": None, "vocab": None}, steps=2, resume=True, tokenizer="made/own.bin")
+
     def test_end_of_text_of_a_folder(self):
-        """config.json names the end of text of the folder's tokenizer.json, whatever its usual name."""
+        """The end of text of the tokenizer is that of config.json and of the model's folder, whatever its usual name."""
         (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
         subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
                        capture_output=True)
         write_tokenizer(self.dir / "made/text_tokenizer.bin", [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], 3)
         self.train(train="made/text_train_*.bin", out="run", steps=1)
-        config = json.loads((self.dir / "run/step_00000001/config.json").read_text("utf-8"))
+        step = self.dir / "run/step_00000001"
+        config = json.loads((step / "config.json").read_text("utf-8"))
         self.assertEqual(config["eos_token_id"], 3)
         self.train(train="made/text_train_*.bin", init="run", steps=1)
-        (self.dir / "run/step_00000001/manifest.json").unlink()
-        evaluate = [PROGRAM, "--evaluate", "run/step_00000001", "--val", "made/text_val_*.bin", "--seq-len", 32]
-        for eot, said in (([3, 256], None), (256, "end of text is token 3, not 256"), (None, "end of text is token 3, not 256"),
-                          (257, "has 257 tokens, but end of text has id 257 in run/step_00000001/config.json")):
-            (self.dir / "run/step_00000001/config.json").write_text(json.dumps({**config, "eos_token_id": eot}), "utf-8")
-            done = self.call(evaluate, 0 if not said else 1 if eot == 257 else 2)
+        (step / "manifest.json").unlink()
+        evaluate = [PROGRAM, "--evaluate", step, "--val", "made/text_val_*.bin", "--seq-len", 32]
+        make = [sys.executable, ROOT / "scripts/tokenizer_json.py", step]
+        for eot, said in (([3, 256], None), (256, "end of text is token 256, not 3"), (None, "end of text is token 256, not 3")):
+            (step / "config.json").write_text(json.dumps({**config, "eos_token_id": eot}), "utf-8")
+            (step / "generation_config.json").unlink(missing_ok=True)
+            (step / "tokenizer.bin").unlink()
+            subprocess.run(make, check=True, capture_output=True)
+            done = self.call([*evaluate, "--tokenizer", "made/text_tokenizer.bin"], 2 if said else 0)
             self.assertIn(said or "bits a byte", done.stderr or done.stdout)
 
     def test_samples_that_would_be_no_text(self):

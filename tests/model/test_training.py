@@ -138,13 +138,16 @@ class Log(Case):
         self.assertAlmostEqual(steps[0]["loss"], 5.55, delta=0.1)  # ln 257: the model is untrained
 
     def test_bits_a_byte(self):
-        """Bits per byte count the bytes of predicted tokens only; they are left out where the tokenizer lacks a token."""
+        """Bits per byte count the bytes of predicted tokens only; they are left out where the tokenizer lacks a token, or its
+        bytes, as version 2 does those of more than 255."""
         predicted = text(300, 9)[1:65]
-        for name, tokens in (("many", [b"x" * (1 + i) for i in range(255)]), ("few", [b"x"] * 110)):
-            write_tokenizer(self.dir / name, tokens)
+        for name, tokens, version in (("many", [b"x" * (1 + i) for i in range(255)], 2), ("few", [b"x"] * 110, 2),
+                                      ("long", [b"x" * 9 * i for i in range(255)], 3),
+                                      ("cut", [b"x" * (i != predicted[0]) for i in range(255)], 2)):
+            write_tokenizer(self.dir / name, tokens, version=version)
             self.train(out=f"run_{name}", steps=1, vocab=257, tokenizer=name, val=self.val_glob, val_tokens=64)
             last = read_log(self.dir / f"run_{name}")[1][-1]
-            if name == "many":
+            if name in ("many", "long"):
                 length = sum(len(tokens[i]) for i in predicted) / len(predicted)
                 self.assertAlmostEqual(last["val_bits_per_byte"], last["val_loss"] / math.log(2) / length, places=6)
             else:
