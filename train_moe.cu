@@ -92,7 +92,7 @@ static void print_step(Run* r, int val) {
     if (isfinite(r->mfu)) printf("  MFU %4.1f%%", 100 * r->mfu);
     printf("  ETA %2ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
     if (val) printf("  validation %7.4f", r->val_loss);
-    for (int64_t k = 1; k <= s->model.mtp; k++) printf("  mtp_loss_%ld %7.4f", k, report_mtp(s, &r->last, k));
+    if (s->model.mtp) printf("  mtp_loss_1 %7.4f", report_mtp(s, &r->last));
     printf("\n");
     fflush(stdout);
     r->shown = host_seconds();
@@ -133,11 +133,7 @@ static void report(Run* r, int val, int asks) {
     // The line of the log. Losses, optimizer and speed.
     char* line = host_format("{\"step\": %ld", r->pending);
     runlog_number(&line, "loss", r->last.loss);
-    for (int64_t k = 1; k <= s->model.mtp; k++) {
-        char name[32];
-        snprintf(name, sizeof(name), "mtp_loss_%ld", k);
-        runlog_number(&line, name, report_mtp(s, &r->last, k));
-    }
+    if (s->model.mtp) runlog_number(&line, "mtp_loss_1", report_mtp(s, &r->last));
     runlog_number(&line, "grad_norm", r->last.grad_norm);
     runlog_number(&line, "lr", settings_lr(s, r->pending));
     runlog_number(&line, "max_logit", (double)r->last.max_logit);

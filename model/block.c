@@ -1,4 +1,4 @@
-// Weights and gradients of a unit, and rotary positions: for blocks, MTP modules and passes.
+// Weights and gradients of a unit, and rotary positions: for blocks, the MTP module and passes.
 #include "model/block.h"
 
 Unit* unit_begin(Model* m, int unit, int next) {

@@ -91,7 +91,7 @@ char* hub_end_of_text(int32_t end_of_text) {
 char* hub_config(const Settings* s, int32_t end_of_text) {
     const ModelConfig* c = &s->model;
     const int v3 = c->score == SCORE_SIGMOID;
-    const int has_router = c->dense_layers < config_blocks(c);  // of a block or of an MTP module
+    const int has_router = c->dense_layers < config_blocks(c);  // of a block or of the MTP module
     const int selects_with_bias = v3 || (has_router && s->balance != BALANCE_NONE);
     const char* why = hub_misfit(s);
     // The model type, which decides who can read the file.
@@ -234,7 +234,7 @@ static void read_rope(const ConfigFile* file, ModelConfig* c) {
 }
 
 // How tokens select experts. `own`: the type is train_moe, where both scores may have a selection bias. Where all
-// blocks are dense, MTP modules alone may have one.
+// blocks are dense, the MTP module alone may have one.
 static void read_routing(const ConfigFile* file, ModelConfig* c, int v3, int own) {
     const char *scoring = text_or_null(file, file->json, "scoring_func"),
                *method = text_or_null(file, file->json, "topk_method");

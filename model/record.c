@@ -103,6 +103,12 @@ static char* recorded_text(const Option* o, const Json* value) {
 
 // The options that the run in `folder` was made with.
 static Settings recorded(const Json* record, const char* folder) {
+    const int64_t modules = json_int(record, "mtp", 0);
+    if (modules > 1)
+        die(EXIT_USAGE,
+            "the run in %s was made with --mtp %ld, and this version of train_moe has one MTP module at most: go on "
+            "with 0.1.0, or train its weights further without modules: --init %s",
+            folder, modules, folder);
     // Values of the record over the defaults.
     Settings was = settings_parse(0, NULL);
     char* where = host_format("the checkpoint in %s: ", folder);

@@ -66,8 +66,8 @@ const Option settings_table[] = {
     NUMBER("model", "yarn-mscale", model.yarn_mscale, NULL, 0, 100, FIXED, "YaRN's softmax temperature"),
     WHOLE("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
           "context length before extension"),
-    WHOLE("model", "mtp", model.mtp, "0", 0, MTP_MAX, KEPT,
-          "MTP modules (multi-token prediction); those that --init lacks are new"),
+    WHOLE("model", "mtp", model.mtp, "0", 0, 1, KEPT,
+          "1: with an MTP module (multi-token prediction), a new one where --init lacks it"),
 
     // Use of an existing model.
     TEXT("use", "init", init, FREE_COMMON,
@@ -145,8 +145,7 @@ const Option settings_table[] = {
            "step of the selection biases with --balance deepseek"),
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED,
            "weight of the balance loss; softmax 1e-3; --balance deepseek 1e-4, none 0"),
-    NUMBER("optimizer", "mtp-weight", mtp_weight, "0.3", 1e-3, 100, FIXED,
-           "weight of the MTP losses, shared by the modules"),
+    NUMBER("optimizer", "mtp-weight", mtp_weight, "0.3", 1e-3, 100, FIXED, "weight of the MTP loss"),
     NUMBER("optimizer", "mtp-weight-end", mtp_weight_end, "0.1", 1e-3, 100, FIXED, "the same after --mtp-switch"),
     NUMBER("optimizer", "mtp-switch", mtp_switch, "0.67", 0, 1, FIXED, "share of the steps with --mtp-weight"),
 

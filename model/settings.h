@@ -16,7 +16,7 @@ typedef struct ModelConfig {
     int64_t dense_ffn, dense_layers;  // the first dense_layers blocks have a dense MLP of this width
     int64_t E, K, shared, F;          // the others: E routed experts, and one shared MLP of width shared * F
     int64_t V;
-    int64_t mtp;  // MTP modules: blocks L .. L + mtp - 1, one after the other
+    int64_t mtp;  // 1: an MTP module follows, as block L
     int64_t groups, top_groups, score, route_norm;
     int64_t selection_bias;  // 1: the folder of --init has selection biases; not an option
     double route_scale, norm_eps, rope_theta;
@@ -123,5 +123,5 @@ double settings_warmup(const Settings* settings);
 double settings_lr(const Settings* settings, int64_t step);
 double settings_muon_lr(const Settings* settings, int64_t step);  // the same of --muon-lr
 
-// The weight of the MTP losses at `step`, all modules together; the main loss has 1.
+// The weight of the MTP loss at `step`; the main loss has 1.
 double settings_mtp_weight(const Settings* settings, int64_t step);

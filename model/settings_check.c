@@ -208,8 +208,7 @@ void settings_check(const Settings* s) {
     check_model(&s->model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s->model);
     if (s->model.mtp >= s->seq_len)
-        die(EXIT_USAGE, "--mtp %ld needs a longer --seq-len than %ld: module k predicts the token k + 1 places ahead",
-            s->model.mtp, s->seq_len);
+        die(EXIT_USAGE, "--mtp 1 needs a longer --seq-len than 1: the module predicts the token after the next");
     check_precision(s);
     check_stats(s);
     check_run(s);

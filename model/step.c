@@ -19,9 +19,9 @@ void model_step_begin(Model* m, int64_t step) {
     const double weight = settings_mtp_weight(s, step);
     // Hyperparameters go to device memory, where a replayed graph reads them.
     device_upload(m->step.inputs, &inputs, sizeof(inputs), m->ctx);
-    // Host state: it selects the graph. MTP modules share one weight.
+    // Host state: it selects the graph.
     m->step.late = weight != s->mtp_weight;
-    m->step.mtp_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
+    m->step.mtp_weight = (float)weight;
     m->step.first = 1;
     m->step.experts_wait = step % s->muon_expert_steps != 0;
     // Random numbers of the step. Each rank takes one batch after another.

@@ -6,9 +6,10 @@
 //   tokenizer.bin                 the file of --tokenizer, for --init, --sample and --evaluate
 //   tokenizer.json, tokenizer_config.json   for transformers, from the same folder: NAME.json for NAME.bin
 //
-// transformers' AutoModelForCausalLM.from_pretrained loads the folder as it is. MTP modules are layers after the last
-// one, as in DeepSeek-V3, and transformers ignores them. They share embedding and lm_head, which are not repeated under
-// their names: each copy would be V x C more elements in every checkpoint. scripts/export.py repeats them in a release.
+// transformers' AutoModelForCausalLM.from_pretrained loads the folder as it is. The MTP module is a layer after the
+// last one, as in DeepSeek-V3, and transformers ignores it. It shares embedding and lm_head, which are not repeated
+// under its names: each copy would be V x C more elements in every checkpoint. scripts/export.py repeats them in a
+// release.
 #pragma once
 
 #include "data/tokenizer.h"

@@ -207,6 +207,17 @@ class ResumeOptions(Case):
             write_manifest(out / "step_00000020", record)
             self.assertIn(f"error: the checkpoint in run: --{name} {words}", self.alone(code=2).stderr)
 
+    def test_retired(self):
+        """Values that 0.1.0 had are refused by name, with what replaces them."""
+        for name, value, words in (("mtp", 2, "2, and this version of train_moe has one MTP module at most: go on with 0.1.0, or train "
+                                              "its weights further without modules: --init run"),):
+            with self.subTest(name):
+                out = self.copy_of(self.reference())
+                record = manifest(out / "step_00000020")
+                record["options"][name] = value
+                write_manifest(out / "step_00000020", record)
+                self.assertIn(f"error: the run in run was made with --{name} {words}\n", self.alone(code=2).stderr)
+
     def test_without_a_checkpoint(self):
         (self.dir / "empty").mkdir()
         for out in ("new", "empty"):
@@ -301,7 +312,7 @@ class Resume(Case):
     def test_architectures(self):
         for options in (dict(score="softmax", route_norm=0, groups=2, top_groups=1, dense_layers=0, warmup=8),
                         dict(q_lora=8, yarn=1, shared_experts=0, top_k=1, dense_layers=1), dict(dense_layers=2),
-                        dict(overfit=True, clip=0, force_balance=True), dict(mtp=2, mtp_switch=1),
+                        dict(overfit=True, clip=0, force_balance=True), dict(mtp=1, mtp_switch=1),
                         dict(moments="bf16", score="softmax"), dict(balance="deepseek", score="softmax"),
                         dict(balance="none"), dict(optimizer="muon"), dict(optimizer="muon", moments="bf16", muon_expert_steps=2, q_lora=8, mtp=1, mtp_switch=1)):
             with self.subTest(options):

@@ -231,8 +231,14 @@ class Stages(Case):
         # The same command twice, without --resume.
         self.train(**stage)
         self.refused(2, "--out run holds a run already; add --resume to go on with it", **stage)
-        # A file of the first run that is altered, and one whose manifest is.
+        # Values that 0.1.0 had.
         shutil.rmtree(self.dir / "run")
+        first = manifest(old / "step_00000010")
+        for name, value, words in (("mtp", 2, "2, and this version of train_moe has one MTP module at most"),):
+            write_manifest(old / "step_00000010", {**first, "options": {**first["options"], name: value}})
+            self.refused(2, f"the run in old/step_00000010 was made with --{name} {words}", **stage)
+        write_manifest(old / "step_00000010", first)
+        # A file of the first run that is altered, and one whose manifest is.
         path = old / "step_00000010/block_001.adam.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"x")
         done = self.train(1, **stage)
