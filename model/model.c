@@ -187,7 +187,7 @@ static void plan_params(Model* m) {
             sharding_plan(params, p, m->layout.bf16_moments, b == EXPERT_PARAMS && once && p->parts == 1);
         }
     }
-    m->sharding = sharding_plan_slots(params, buffers, units, (int)m->config.L + 1);
+    m->sharding = sharding_plan_slots(params, buffers, units);
     free(buffers);
     // Quantized copies of the weights, and the optimizer's workspace.
     for (int u = 0; u < units; u++) plan_weights(m, &m->units[u]);
