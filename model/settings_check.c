@@ -10,7 +10,7 @@
 static void check_model(const ModelConfig* c) {
     if (c->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", c->rope);
     if (c->yarn && c->yarn_mscale <= 0)
-        die(EXIT_USAGE, "--yarn-mscale %g: it must be above 0 with --yarn 1", c->yarn_mscale);
+        die(EXIT_USAGE, "--yarn 1: the run's record has yarn-mscale %g, and it must be above 0", c->yarn_mscale);
     if (c->dense_layers > c->L) die(EXIT_USAGE, "--dense-layers %ld is more than --layers %ld", c->dense_layers, c->L);
     if (c->K > c->E) die(EXIT_USAGE, "--top-k %ld is more than --experts %ld", c->K, c->E);
     if (c->E % c->groups) die(EXIT_USAGE, "--experts %ld is not a multiple of --groups %ld", c->E, c->groups);

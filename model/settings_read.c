@@ -27,8 +27,8 @@ static void check_range(const Settings* s, const Option* o, const char* option, 
     const char* at = (const char*)s + o->offset;
     const double value = o->type == OPTION_FLOAT ? *(const double*)at : (double)*(const int64_t*)at;
     if (o->type != OPTION_CHOICE && (value < o->min || value > o->max))
-        die(EXIT_USAGE, "--%s %s/%s: it means --%s %.9g, which must be from %.9g to %.9g", option, folder, file,
-            o->name, value, o->min, o->max);
+        die(EXIT_USAGE, "--%s %s/%s: it means %s%s %.9g, which must be from %.9g to %.9g", option, folder, file,
+            o->help ? "--" : "", o->name, value, o->min, o->max);
 }
 
 // Options of the model that are not given come from config.json.

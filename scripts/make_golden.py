@@ -48,7 +48,7 @@ MODELS = {
                yarn=0),
     "v3_yarn": dict(COMMON, layers=2, q_lora=24, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=48, experts=16, top_k=3,
                     shared_experts=1, expert_ffn=16, groups=4, top_groups=2, score="sigmoid", route_norm=1,
-                    route_scale=2.5, yarn=1, yarn_factor=40, yarn_mscale=1, yarn_original_len=4096),
+                    route_scale=2.5, yarn=1),
     "softmax": dict(COMMON, layers=2, q_lora=0, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=48, experts=8, top_k=2,
                     shared_experts=2, expert_ffn=16, groups=1, top_groups=1, score="softmax", route_norm=0,
                     route_scale=1, yarn=0),
@@ -107,9 +107,8 @@ def build(o):
     rope = dict(rope_type="default", rope_theta=float(o["rope_theta"]))
     if o["yarn"]:
         # mscale == mscale_all_dim: cos and sin stay unscaled, the softmax scale is multiplied by m^2.
-        rope.update(rope_type="yarn", factor=float(o["yarn_factor"]), beta_fast=32.0, beta_slow=1.0,
-                    original_max_position_embeddings=o["yarn_original_len"], mscale=float(o["yarn_mscale"]),
-                    mscale_all_dim=float(o["yarn_mscale"]))
+        rope.update(rope_type="yarn", factor=40.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=4096,
+                    mscale=1.0, mscale_all_dim=1.0)
     args = dict(
         vocab_size=o["vocab"], hidden_size=o["dim"], intermediate_size=o["dense_ffn"], num_hidden_layers=o["layers"],
         num_attention_heads=o["heads"], num_key_value_heads=o["heads"], q_lora_rank=o["q_lora"] or None,
@@ -118,7 +117,7 @@ def build(o):
         n_shared_experts=o["shared_experts"], moe_intermediate_size=o["expert_ffn"],
         first_k_dense_replace=o["dense_layers"], n_group=o["groups"], topk_group=o["top_groups"],
         routed_scaling_factor=float(o["route_scale"]), norm_topk_prob=bool(o["route_norm"]),
-        rms_norm_eps=1e-6, rope_parameters=rope, max_position_embeddings=4096 * o.get("yarn_factor", 1),
+        rms_norm_eps=1e-6, rope_parameters=rope, max_position_embeddings=4096 * (40 if o["yarn"] else 1),
         pad_token_id=None, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False, attention_dropout=0.0,
         attn_implementation="eager", experts_implementation="eager")
     if o["score"] == "sigmoid":

@@ -194,7 +194,7 @@ class Import(Case):
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
             (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2}), "utf-8")
-            self.assertIn("it means --rms-norm-eps 2, which must be from", self.evaluated(folder, code=2))
+            self.assertIn("it means rms-norm-eps 2, which must be from 1e-12 to 1", self.evaluated(folder, code=2))
 
     def test_a_foreign_model_type(self):
         """architectures decides where the model_type is another's."""
@@ -473,9 +473,9 @@ class Questions(Case):
 
 MODELS = {
     "tiny": dict(),
-    "latent queries, groups, YaRN": dict(q_lora=16, groups=2, top_groups=2, route_scale=2.5, yarn=1, rms_norm_eps=1e-2),
+    "latent queries, groups, YaRN": dict(q_lora=16, groups=2, top_groups=2, route_scale=2.5, yarn=1, config=dict(rms_norm_eps=1e-2)),
     "softmax": dict(score="softmax", route_norm=0, shared_experts=2, balance="none"),
-    "softmax, YaRN": dict(score="softmax", route_norm=0, groups=2, top_groups=1, yarn=1, yarn_mscale=0.707, balance="none"),
+    "softmax, YaRN": dict(model="debug", groups=2, top_groups=1, yarn=1, balance="none"),  # whose mscale is 0.707
     "softmax, dense": dict(score="softmax", route_norm=0, dense_layers=2),
 }
 
@@ -729,6 +729,16 @@ class Export(Case):
         done = subprocess.run([sys.executable, "-c", code.replace("USER/my-model-s", str(self.dir / "my model's"))],
                               capture_output=True, encoding="utf-8", errors="replace")
         self.assertRegex(done.stdout, "^It was", done.stderr)
+
+    def test_card_of_another_version(self):
+        """Options that are constants now are in the card where they had another value. Those of config.json are never."""
+        step = self.trained(optimizer="muon") / "step_00000008"
+        record = cli.manifest(step)
+        self.assertTrue({"rms-norm-eps", "yarn-factor", "yarn-mscale", "yarn-original-len"} <= record["options"].keys())
+        constants = {"eps": 1e-8, "muon-momentum": 0.95, "sample-top-k": 50, "mtp-weight-end": 0.1, "mtp-switch": 0.67}
+        for changed, shown in ({}, []), ({"eps": 1e-6, "mtp-switch": 0.5, "sample-top-k": 1}, ["--eps 1e-06", "--mtp-switch 0.5"]):
+            cli.write_manifest(step, {**record, "options": {**record["options"], **constants, **changed}})
+            self.assertEqual(re.findall(r"--(?:rms|yarn-|eps|muon-momentum|sample|mtp-weight-end|mtp-switch)\S* \S+", self.card(step)[0]), shown)
 
     @NEEDS
     def test_card_without_losses(self):

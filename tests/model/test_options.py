@@ -42,7 +42,9 @@ class BadOptions(Case):
                 ("gradient-accumulation-steps", "tokens-per-step"), ("max_iters", "steps"), ("out_dir", "out"), ("min-lr", "final-lr-frac"),
                 ("eval_interval", "val-every"), ("max-grad-norm", "clip"), ("seq_len", "seq-len"), ("num-train-epochs", "steps"))),
             *(((f"unknown option --{name} (--help all lists all)",), [f"--{name}", "5"]) for name in (
-                "wandb", "compile", "optimiser-name")),
+                "wandb", "compile", "optimiser-name", "rms-norm-eps", "rms-norm-ep")),
+            *(((f"unknown option --{name}; did you mean --yarn? (--help all lists all)",), [f"--{name}", "5"]) for name in (
+                "yarn-factor", "yarn-mscale", "yarn-original-len")),
             (("unknown option --step; did you mean --steps?",), ["--step=5"]),
             (("--lr takes a number", "not ''"), ["--lr="]),
             (("--resume takes no value, and was given '1'",), ["--resume=1"]),
@@ -164,8 +166,6 @@ class BadOptions(Case):
             (("--top-groups 3", "--groups 2"), dict(groups=2, top_groups=3)),
             (("--top-k 3", "2 experts of --top-groups 1"), dict(groups=2, top_groups=1, top_k=3)),
             (("--rope-dim 7", "odd"), dict(rope_dim=7)),
-            (("--yarn-mscale 0: it must be above 0",), dict(yarn=1, yarn_mscale=0)),
-            (("--yarn-original-len takes a whole number", "not '16.5'"), dict(yarn_original_len=16.5)),
             (("--dense-layers 3", "--layers 2"), dict(dense_layers=3)),
             (("--mtp 1 needs a longer --seq-len than 1",), dict(mtp=1, seq_len=1)),
             (("--tokens-per-step 100", "--batch 2 x --seq-len 32 = 64"), dict(tokens_per_step=100)),

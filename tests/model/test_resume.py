@@ -218,6 +218,21 @@ class ResumeOptions(Case):
                 write_manifest(out / "step_00000020", record)
                 self.assertIn(f"error: the run in run was made with --{name} {words}\n", self.alone(code=2).stderr)
 
+    def test_values_of_config_json(self):
+        """YaRN's values and RMSNorm's eps are no options. They come from config.json or an older record, and stay."""
+        rope = dict(type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, mscale=0.5, mscale_all_dim=0.5,
+                    original_max_position_embeddings=16)
+        config = dict(rope_scaling=rope, rms_norm_eps=1e-3)
+        self.train(out="run", config=config, steps=2)
+        self.alone("--steps", 3)
+        for step in "step_00000002", "step_00000003":
+            step = self.dir / "run" / step
+            record = manifest(step)["options"]
+            self.assertEqual([record[name] for name in ("yarn", "yarn-factor", "yarn-mscale", "yarn-original-len", "rms-norm-eps")],
+                             [1, 8, 0.5, 16, 1e-3])
+            written = json.loads((step / "config.json").read_text("utf-8"))
+            self.assertEqual({name: written[name] for name in config}, config)
+
     def test_without_a_checkpoint(self):
         (self.dir / "empty").mkdir()
         for out in ("new", "empty"):

@@ -237,6 +237,8 @@ class Stages(Case):
         for name, value, words in (("mtp", 2, "2, and this version of train_moe has one MTP module at most"),):
             write_manifest(old / "step_00000010", {**first, "options": {**first["options"], name: value}})
             self.refused(2, f"the run in old/step_00000010 was made with --{name} {words}", **stage)
+        write_manifest(old / "step_00000010", {**first, "options": {**first["options"], "yarn-mscale": 0}})
+        self.refused(2, "--yarn 1: the run's record has yarn-mscale 0, and it must be above 0", yarn=1, **stage)
         write_manifest(old / "step_00000010", first)
         # A file of the first run that is altered, and one whose manifest is.
         path = old / "step_00000010/block_001.adam.safetensors"
