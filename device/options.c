@@ -131,6 +131,7 @@ static const char* const others[][2] = {
     {"beta1", "adam-beta1"},
     {"beta2", "adam-beta2"},
     {"clip", "grad-clip|clip-grad|max-grad-norm|gradient-clipping"},
+    {"mtp-weight", "mtp-weight-end|mtp-switch"},
     {"ep", "expert-parallel|expert-parallel-size|expert-model-parallel-size|expert-parallel-degree"},
     {"shard", "fsdp|zero-stage"},
     {"precision", "dtype|bf16|fp8|mixed-precision"},

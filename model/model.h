@@ -101,7 +101,7 @@ typedef struct Step {
     int measures;              // 1: this step fills stats; set before model_step_begin, cleared by model_update
     int first;                 // 1: its first micro-step
     int experts_wait;          // 1: Muon updates only the momentum of the experts
-    int late;                  // 1: the MTP loss weight is already --mtp-weight-end
+    int late;                  // 1: the MTP loss weight is already MTP_WEIGHT_END
     float mtp_weight;          // weight of the MTP loss
 } Step;
 

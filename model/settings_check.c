@@ -149,14 +149,6 @@ static void check_stats(const Settings* s) {
             s->stats_every);
 }
 
-// Rounded to bf16, a momentum stops at no less than 1 / (1 + 2^-8 / (1 - momentum)) of a steady gradient
-// (layers/adamw.h). At 0.98 that is 0.84, close to the root of second moments at the limit of --beta2.
-static void check_momentum(const char* option, double momentum, const char* usual) {
-    if (momentum > 0.98)
-        warn("--moments bf16 --%s %g: rounding may stop momenta at %.0f %% of a steady gradient; --%s %s helps", option,
-             momentum, 100 / (1 + 0x1p-8 / (1 - momentum)), option, usual);
-}
-
 // Warnings, and inputs and outputs that an option needs.
 static void check_run(const Settings* s) {
     // 0 means no clipping, so a tiny value is a mistake.
@@ -169,8 +161,11 @@ static void check_run(const Settings* s) {
     if (s->moments && s->beta2 > 0.99)
         warn("--moments bf16 --beta2 %g: second moments follow gradients that shrink late or never; --beta2 0.95 helps",
              s->beta2);
-    if (s->moments) check_momentum("beta1", s->beta1, "0.9");
-    if (s->moments && s->optimizer == MUON) check_momentum("muon-momentum", s->muon_momentum, "0.95");
+    // Rounded to bf16, a momentum stops at no less than 1 / (1 + 2^-8 / (1 - beta1)) of a steady gradient
+    // (layers/adamw.h). At 0.98 that is 0.84, close to the root of second moments at the limit of --beta2.
+    if (s->moments && s->beta1 > 0.98)
+        warn("--moments bf16 --beta1 %g: rounding may stop momenta at %.0f %% of a steady gradient; --beta1 0.9 helps",
+             s->beta1, 100 / (1 + 0x1p-8 / (1 - s->beta1)));
     if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");

@@ -90,8 +90,8 @@ static void check_effect(Settings* s) {
     if (s->balance != BALANCE_DEEPSEEK && GIVEN(s, bias_rate))
         die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
             s->balance == BALANCE_NONE ? "none" : "quantile");
-    if (s->optimizer != MUON && (GIVEN(s, muon_lr) || GIVEN(s, muon_momentum) || GIVEN(s, muon_expert_steps)))
-        die(EXIT_USAGE, "--muon-lr, --muon-momentum and --muon-expert-steps go with --optimizer muon");
+    if (s->optimizer != MUON && (GIVEN(s, muon_lr) || GIVEN(s, muon_expert_steps)))
+        die(EXIT_USAGE, "--muon-lr and --muon-expert-steps go with --optimizer muon");
     if (GIVEN(s, muon_expert_steps) && s->muon_expert_steps > s->steps && s->model.dense_layers < s->model.L)
         warn("--muon-expert-steps %ld is more than --steps %ld: the experts never change", s->muon_expert_steps,
              s->steps);

@@ -11,10 +11,9 @@ void model_step_begin(Model* m, int64_t step) {
     const Settings* s = &m->settings;
     const float muon_lr = (float)settings_muon_lr(s, step);
     const StepInputs inputs = {
-        {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps, (float)s->weight_decay,
-         (float)s->clip},
-        {muon_lr, (float)s->muon_momentum, (float)s->weight_decay},
-        {muon_lr * (float)s->muon_expert_steps, (float)s->muon_momentum, (float)s->weight_decay}};
+        {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->weight_decay, (float)s->clip},
+        {muon_lr, (float)s->weight_decay},
+        {muon_lr * (float)s->muon_expert_steps, (float)s->weight_decay}};
     const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
     const double weight = settings_mtp_weight(s, step);
     // Hyperparameters go to device memory, where a replayed graph reads them.

@@ -355,7 +355,7 @@ def make_muon(path):
     for rows, columns in ((24, 40), (40, 24), (32, 32)):
         i = torch.arange(rows * columns, dtype=torch.float64)
         w = torch.nn.Parameter(torch.cos(0.003 * i * i).reshape(rows, columns) * 0.02)
-        optimizer = torch.optim.Muon([w], lr=0.01, weight_decay=1, momentum=0.9, nesterov=True, adjust_lr_fn="match_rms_adamw")
+        optimizer = torch.optim.Muon([w], lr=0.01, weight_decay=1, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw")
         for step in range(20):
             w.grad = torch.sin(0.001 * (i + 50 * step) ** 2 + step).reshape(rows, columns)
             optimizer.step()

@@ -32,18 +32,18 @@ static void positions_without_target(void) {
     finish(m);
 }
 
-// The weight before and after the switch, from the options and in a model.
+// The weight in the first 0.67 of the steps and after them, from the options and in a model.
 static void weight_of_module(void) {
-    Settings w = settings_of("--mtp 1 --mtp-weight 0.4 --mtp-weight-end 0.2 --mtp-switch 0.6 --steps 10 --warmup 1");
+    Settings w = settings_of("--mtp 1 --mtp-weight 0.4 --steps 10 --warmup 1");
     for (int64_t step = 1; step <= 10; step++)
-        CHECK(settings_mtp_weight(&w, step) == (step <= 6 ? 0.4 : 0.2), "step %lld: weight %g", (long long)step,
+        CHECK(settings_mtp_weight(&w, step) == (step <= 6 ? 0.4 : 0.1), "step %lld: weight %g", (long long)step,
               settings_mtp_weight(&w, step));
     settings_free(&w);
-    Model* m = small_model("--mtp 1 --mtp-weight 0.5 --mtp-weight-end 0.25 --mtp-switch 0.5 --steps 10 --warmup 1");
+    Model* m = small_model("--mtp 1 --mtp-weight 0.5 --steps 10 --warmup 1");
     model_init(m, 3);
-    for (int64_t step = 5; step <= 6; step++) {
+    for (int64_t step = 6; step <= 7; step++) {
         model_step_begin(m, step);
-        CHECK(m->step.mtp_weight == (step == 5 ? 0.5f : 0.25f), "step %lld: weight %g", (long long)step,
+        CHECK(m->step.mtp_weight == (step == 6 ? 0.5f : 0.1f), "step %lld: weight %g", (long long)step,
               (double)m->step.mtp_weight);
     }
     finish(m);

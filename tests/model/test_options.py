@@ -42,9 +42,10 @@ class BadOptions(Case):
                 ("gradient-accumulation-steps", "tokens-per-step"), ("max_iters", "steps"), ("out_dir", "out"), ("min-lr", "final-lr-frac"),
                 ("eval_interval", "val-every"), ("max-grad-norm", "clip"), ("seq_len", "seq-len"), ("num-train-epochs", "steps"))),
             *(((f"unknown option --{name} (--help all lists all)",), [f"--{name}", "5"]) for name in (
-                "wandb", "compile", "optimiser-name", "rms-norm-eps", "rms-norm-ep")),
-            *(((f"unknown option --{name}; did you mean --yarn? (--help all lists all)",), [f"--{name}", "5"]) for name in (
-                "yarn-factor", "yarn-mscale", "yarn-original-len")),
+                "wandb", "compile", "optimiser-name", "rms-norm-eps", "rms-norm-ep", "muon-momentum")),
+            *(((f"unknown option --{name}; did you mean --{option}? (--help all lists all)",), [f"--{name}", "5"]) for name, option in (
+                ("yarn-factor", "yarn"), ("yarn-mscale", "yarn"), ("yarn-original-len", "yarn"), ("mtp-weight-end", "mtp-weight"),
+                ("mtp-switch", "mtp-weight"))),
             (("unknown option --step; did you mean --steps?",), ["--step=5"]),
             (("--lr takes a number", "not ''"), ["--lr="]),
             (("--resume takes no value, and was given '1'",), ["--resume=1"]),
@@ -65,8 +66,6 @@ class BadOptions(Case):
             (("--weight-decay -1 is out of range: from 0 to 100",), ["--weight-decay", "-1"]),
             (("--mtp 2 is out of range: from 0 to 1",), ["--mtp", "2"]),
             (("--mtp-weight 0 is out of range: from 0.001 to 100",), ["--mtp-weight", "0"]),
-            (("--mtp-weight-end 0 is out of range: from 0.001 to 100",), ["--mtp-weight-end", "0"]),
-            (("--mtp-switch 1.1 is out of range: from 0 to 1",), ["--mtp-switch", "1.1"]),
             (("--beta2 1 is out of range",), ["--beta2", "1"]),
             (("--score takes one of sigmoid|softmax, not 'tanh'",), ["--score", "tanh"]),
             (("--moments takes one of float32|bf16, not 'fp8'",), ["--moments", "fp8"]),
@@ -122,10 +121,8 @@ class BadOptions(Case):
                          bias_rate=1e-3)
 
     def test_muon(self):
-        for name, value in (("lr", 1e-3), ("momentum", 0.9), ("expert_steps", 1)):
-            self.refused(2, "--muon-lr, --muon-momentum and --muon-expert-steps go with --optimizer muon", **{f"muon_{name}": value})
-        self.refused(2, "--muon-momentum 1", optimizer="muon", muon_momentum=1)
-        self.refused(2, "--muon-momentum -0.1", optimizer="muon", muon_momentum=-0.1)
+        for name, value in (("lr", 1e-3), ("expert_steps", 1)):
+            self.refused(2, "--muon-lr and --muon-expert-steps go with --optimizer muon", **{f"muon_{name}": value})
         self.refused(2, "--optimizer takes one of adamw|muon, not 'sgd'", optimizer="sgd")
         for model, expected in (("tiny", ("muon", "0.012", "1")), ("small", ("muon", "0.002", "2")),
                                 ("medium", ("muon", "0.002", "2")), ("debug", ("muon", "0.002", "1")), ("16b", ("adamw", "0.002", "1"))):
@@ -266,11 +263,10 @@ class BadOptions(Case):
             self.assertEqual(re.search(r" moments (\S+)\s", printed)[1], expected)
         self.assertEqual(self.train(dry_run=True, moments="bf16", beta2=0.99).stderr, "")
         self.assertEqual(self.train(dry_run=True, beta2=0.999).stderr, "")
-        for options, expected in ((dict(optimizer="muon"), []), (dict(optimizer="muon", muon_momentum=0.98, beta1=0.98), []),
-                                  (dict(optimizer="muon", muon_momentum=0.99), [("muon-momentum 0.99", 72)]), (dict(beta1=0.999), [("beta1 0.999", 20)])):
-            said = re.findall(r"warning: --moments bf16 --(\S+ \S+): rounding may stop momenta at (\d+) % of a steady gradient; --\S+ 0\.\S+ helps\n",
+        for options, expected in ((dict(optimizer="muon"), []), (dict(beta1=0.98), []), (dict(beta1=0.999), [("0.999", "20")])):
+            said = re.findall(r"warning: --moments bf16 --beta1 (\S+): rounding may stop momenta at (\d+) % of a steady gradient; --beta1 0\.9 helps\n",
                               self.train(dry_run=True, moments="bf16", **options).stderr)
-            self.assertEqual([(name, int(share)) for name, share in said], expected)
+            self.assertEqual(said, expected)
             self.assertNotIn("--moments", self.train(dry_run=True, **options).stderr)
         self.assertIn("warning: --moments bf16 --beta2 0.999: second moments follow gradients that shrink late or never",
                       self.train(dry_run=True, moments="bf16", beta2=0.999).stderr)
