@@ -210,10 +210,6 @@ static void read_rope(const ConfigFile* file, ModelConfig* c) {
     if (scaling && scaling->type != JSON_OBJECT)
         refuse(file, older ? "rope_scaling" : "rope_parameters", "is neither an object nor null");
     c->rope_theta = number_or(file, scaling, "rope_theta", number_or(file, file->json, "rope_theta", 10000));
-    // Values that --yarn 0 ignores, but that are in their ranges.
-    c->yarn_factor = 40;
-    c->yarn_mscale = 1;
-    c->yarn_original_len = 4096;
     const char *type = text_or_null(file, scaling, "rope_type"),
                *kind = type ? type : text_or_null(file, scaling, "type");
     if (!kind || strcmp(kind, "default") == 0) return;
@@ -295,7 +291,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
                "is neither deepseek_v3 nor deepseek_v2, and \"architectures\" begins with no class of theirs");
 
     // Sizes.
-    ModelConfig c = {.L = 0};
+    ModelConfig c = settings_presets[0].model;  // with the values of --yarn 1, which the file may lack
     for (int i = 0; i < SIZES; i++) {
         const Json* found = member(json, sizes[i].key);
         if (!found && sizes[i].absent < 0) refuse(&file, sizes[i].key, "is missing");

@@ -234,6 +234,10 @@ class ResumeOptions(Case):
                              [1, 8, 0.5, 16, 1e-3])
             written = json.loads((step / "config.json").read_text("utf-8"))
             self.assertEqual({name: written[name] for name in config}, config)
+        # --yarn 1 has DeepSeek's values, also where config.json has none.
+        self.train(out="longer", init=self.reference() / "step_00000020", yarn=1, steps=1)
+        written = json.loads((self.dir / "longer/step_00000001/config.json").read_text("utf-8"))
+        self.assertEqual(written["rope_scaling"], {**rope, "factor": 40, "mscale": 1, "mscale_all_dim": 1, "original_max_position_embeddings": 4096})
 
     def test_without_a_checkpoint(self):
         (self.dir / "empty").mkdir()
