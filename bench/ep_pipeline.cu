@@ -159,7 +159,7 @@ static Rows travel(const Pipeline& p, Rows to, Rows from, bool choices) {
     std::vector<ExchangeBuffer> buffers;
     if (from.packed) {
         buffers.push_back({to.bytes.q, from.bytes.q, (size_t)from.columns});
-        buffers.push_back({to.bytes.scale, from.bytes.scale, (size_t)from.format->scale_bytes(from.columns)});
+        buffers.push_back({to.bytes.scale, from.bytes.scale, (size_t)mx_stride(from.columns)});
     } else {
         buffers.push_back({to.value, from.value, (size_t)from.columns * sizeof(floatX)});
     }
@@ -210,7 +210,8 @@ static void backward(Pipeline& p, int v, bool kept) {
     Weight w = q.w;
     w.grad = p.dw[v];
     w.wgrad = v == MXFP8_WGRAD ? mxfp8() : NULL;
-    grouped_wgrad(&w, q.dy_rows, q.dy_values, kept ? q.x_rows : q.kept, w.format ? q.x_values : q.x_rows, q.ragged, ctx);
+    grouped_wgrad(&w, q.dy_rows, q.dy_values, kept ? q.x_rows : q.kept, w.format ? q.x_values : q.x_rows, q.ragged,
+                  ctx);
     event_wait(there, ctx);
 }
 

@@ -5,6 +5,8 @@
 #include "layers/matmul.h"
 #include "layers/swiglu.h"
 #include "linear/packed.h"
+#include "mx/mx_stats.h"
+#include "mx/mx_swiglu.h"
 
 // --- Memory, and quantization of weights ---
 
@@ -21,9 +23,7 @@ void weight_plan(Arena* a, Weight* w, int linear) {
             ARENA(a, name, ELEMENT_BYTE, n, 0, &copies[i]->packed.q);
         else
             ARENA(a, name, ELEMENT_X, n, 0, &copies[i]->value);
-    if (packed)
-        ARENA(a, name, ELEMENT_BYTE, w->count * packed->gemms->weight_scales(w->OC, w->IC), 0,
-              &w->forward.packed.scale);
+    if (packed) ARENA(a, name, ELEMENT_BYTE, w->count * mx_tiles(w->OC) * mx_tiles(w->IC), 0, &w->forward.packed.scale);
 
     // The shared workspace grows to the largest need of a weight.
     if (!linear) return;
@@ -66,21 +66,30 @@ void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx) {
 void weight_quantize(Weight* w, Ctx* ctx) {
     const Format* f = w->format;
     if (!f) return;
-    if (f->gemms)
-        f->gemms->pack_weight(w, ctx);
+    if (format_packed(f))
+        mx_quantize_tiles(w->forward.packed.q, w->back.packed.q, w->forward.packed.scale, w->w, w->count, w->OC, w->IC,
+                          f->recipe.scale, ctx);
     else
-        f->round_weight(f, w->forward.value, w->back.value, w->w, w->count, w->OC, w->IC, ctx);
+        f->round_weight(f, w->forward.value, w->back.value, w->w, w->count, w->OC, w->IC, NULL, ctx);
 }
 
 void weight_measure(const Weight* w, int operand, const Format* format, const floatX* x, int64_t rows, int64_t columns,
                     Ctx* ctx) {
-    if (w->stats && format && format->round) format->measure(format, w->stats + operand, x, NULL, rows, columns, ctx);
+    const Draw nearest = {NULL, 0};
+    if (w->stats && format && format->round)
+        format->round(format, NULL, x, ragged_matrices(1, rows), columns, 0, nearest, w->stats + operand, ctx);
 }
 
 // The statistics of W for forward. Called with wgrad, which runs once per micro-step, with activation recomputation or
 // without.
 static void measure_weight(const Weight* w, Ctx* ctx) {
-    if (w->stats && w->format) w->format->measure(w->format, w->stats + STATS_W, w->w, w, w->OC, w->IC, ctx);
+    const Format* f = w->format;
+    QuantizationStats* stats = w->stats + STATS_W;
+    if (!w->stats || !f) return;
+    if (format_packed(f))
+        mx_stats(stats, w->w, w->forward.packed.scale, w->count, w->OC, w->IC, f->recipe, ctx);
+    else
+        f->round_weight(f, NULL, NULL, w->w, w->count, w->OC, w->IC, stats, ctx);
 }
 
 // x as a GEMM reads it: x itself if it is in that format, else rounded into `to`, which may be x. Gradients have random
@@ -90,7 +99,7 @@ static Rows rounded(floatX* to, Rows x, const Weight* w, int operand, int wgrad,
     const GemmWorkspace* g = operand == STATS_DY ? w->workspace : NULL;
     const Draw draw = {g && g->batches ? &g->batches[g->batch].draws : NULL, w->stream + (wgrad ? WEIGHT_STREAMS : 0)};
     if (!f || !f->round || (x.format == f && !wgrad)) return x;
-    f->round(f, to, x.value, groups, x.columns, wgrad, draw, ctx);
+    f->round(f, to, x.value, groups, x.columns, wgrad, draw, NULL, ctx);
     x.value = to;
     x.format = f;
     return x;
@@ -123,7 +132,7 @@ static Rows operand_of(const Weight* w, int operand, const floatX* x, int64_t N,
 void linear_forward(floatX* y, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
     const Rows in = operand_of(w, STATS_X, x, N, w->IC, ctx);
     if (in.packed)
-        w->format->gemms->gemm(y, in, w, 0, tokens_of(w, N), ctx);
+        packed_gemm(y, in, w, 0, tokens_of(w, N), ctx);
     else
         matmul_forward(y, in.value, w->format ? w->forward.value : w->w, N, w->IC, w->OC, ctx);
 }
@@ -139,13 +148,13 @@ void linear_dgrad(floatX* dx, LinearGradient* product, int64_t N, int accumulate
     if (is_packed_both(w)) {
         weight_measure(w, STATS_DY, w->format, product->dy, N, w->OC, ctx);
         in = rows_packed(room_for(w, N, w->OC), w->format);
-        w->format->gemms->pack_both(product, in.bytes, N, tokens_of(w, N), ctx);
+        packed_both(in.bytes, product, N, ctx);
     } else {
         in = operand_of(w, STATS_DY, product->dy, N, w->OC, ctx);
     }
 
     if (in.packed)
-        w->format->gemms->gemm(dx, in, w, 1, tokens_of(w, N), ctx);
+        packed_gemm(dx, in, w, 1, tokens_of(w, N), ctx);
     else if (w->format)
         matmul_forward(dx, in.value, w->back.value, N, w->OC, w->IC, ctx);
     else
@@ -158,8 +167,8 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
     // Fused: the backward of SwiGLU packs dh for dgrad and wgrad.
     if (is_packed_both(w) && !w->stats) {
         const Rows in = rows_packed(room_for(w, N, w->OC), w->format);
-        if (w->format->gemms->swiglu_backward_both(product, in.bytes, a, da, h, N, tokens_of(w, N), ctx)) {
-            w->format->gemms->gemm(dx, in, w, 1, tokens_of(w, N), ctx);
+        if (packed_swiglu_backward_both(in.bytes, product, a, da, h, N, tokens_of(w, N), ctx)) {
+            packed_gemm(dx, in, w, 1, tokens_of(w, N), ctx);
             return;
         }
     }
@@ -185,7 +194,7 @@ void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx) {
             matmul_wgrad(w->grad, wgrad_values(w, STATS_DY, p->dy, N, w->OC, ctx),
                          wgrad_values(w, STATS_X, p->x, N, w->IC, ctx), N, w->IC, w->OC, w->accumulate, ctx);
     }
-    if (packed) packed->wgrad->gemms->wgrads(products, count, N, tokens_of(packed, N), ctx);
+    if (packed) packed_wgrads(products, count, N, tokens_of(packed, N), ctx);
 }
 
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
@@ -198,7 +207,7 @@ void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight
 
 void grouped_forward(floatX* y, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
     if (x.packed)
-        w->format->gemms->gemm(y, x, w, 0, r, ctx);
+        packed_gemm(y, x, w, 0, r, ctx);
     else
         grouped_gemm_forward(y, rounded(x.value, x, w, STATS_X, 0, r, ctx).value, w->format ? w->forward.value : w->w,
                              r, w->IC, w->OC, ctx);
@@ -206,7 +215,7 @@ void grouped_forward(floatX* y, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
 
 void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
     if (dy.packed)
-        w->format->gemms->gemm(dx, dy, w, 1, r, ctx);
+        packed_gemm(dx, dy, w, 1, r, ctx);
     else if (w->format)
         grouped_gemm_forward(dx, dy.value, w->back.value, r, w->OC, w->IC, ctx);
     else
@@ -220,7 +229,7 @@ static Rows activation(Rows out, const floatX* h, const Format* format, Ragged r
         experts_swiglu_forward(out.value, h, r, F, ctx);
         return rows_as(out, rows_of_values(out.value, r.capacity, F), format, ctx);
     }
-    format->gemms->swiglu(out.bytes, h, r, F, format->recipe.scale, ctx);
+    mx_swiglu_quantize(out.bytes, h, r, F, format->recipe.scale, ctx);
     out.count = r.capacity;
     return rows_packed(out, format);
 }
@@ -265,7 +274,7 @@ Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, Expert
     }
 
     // Fused with packing.
-    if (format_packed(format) && format->gemms->swiglu_backward(out.bytes, for_wgrad, t, w13, r, ctx))
+    if (format_packed(format) && packed_swiglu_backward(out.bytes, for_wgrad, t, w13, r, ctx))
         return rows_packed(out, format);
 
     // The gate's gradient, and gate * a, take `a` as the forward GEMM read it. Where each GEMM rounds its own copy,
@@ -281,7 +290,7 @@ Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, Expert
 }
 
 int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backend backend) {
-    return format_packed(wgrad) ? wgrad->gemms->wgrad_rows(rows, El, backend) : rows;
+    return format_packed(wgrad) ? mx_channel_length(rows, El, backend) : rows;
 }
 
 // An operand of wgrad as values: by token if the GEMM gathers it, else by row, rounded down the columns of each group.
@@ -297,7 +306,7 @@ void grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memo
     measure_weight(w, ctx);
     ASSERT(!w->rounded_grad || !w->accumulate);
     if (format_packed(w->wgrad)) {
-        w->wgrad->gemms->grouped_wgrad(w, dy, dy_memory, x, x_memory, r, ctx);
+        packed_grouped_wgrad(w, dy, dy_memory, x, x_memory, r, ctx);
         return;
     }
     dy = wgrad_rows(w, STATS_DY, dy, dy_memory, r, ctx);

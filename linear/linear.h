@@ -6,7 +6,7 @@
 //   dgrad    dx = dy W
 //   wgrad    dW = dy^T x, or +=
 //
-// A weight has two formats (linear/format.h): that of the operands of forward and dgrad, and that of the operands of
+// A weight has two formats (mx/format.h): that of the operands of forward and dgrad, and that of the operands of
 // wgrad. Where a format is not floatX, each operand is quantized first, in blocks along the contraction:
 //
 //   forward  y  = Q(x) Q(W)^T     dgrad  dx = Q(dy) Q(W)     wgrad  dW = Q(dy)^T Q(x)
@@ -16,6 +16,7 @@
 // dy has random numbers, for formats that round it stochastically.
 #pragma once
 
+#include "grouped/experts.h"
 #include "linear/rows.h"
 
 // The workspace that all quantized GEMMs of a model share.
@@ -38,7 +39,7 @@ enum { STATS_X, STATS_DY, STATS_W, WEIGHT_STATS };
 // Streams of random numbers for a weight's dy. In dgrad each matrix has one, over all ranks; in wgrad another one.
 enum { WEIGHT_STREAMS = 1 << 12 };
 
-// A quantized copy of a weight, as values or packed.
+// A quantized copy of a weight, as values or packed. A weight's two packed copies share the scales of `forward`.
 typedef struct WeightCopy {
     floatX* value;
     Packed packed;

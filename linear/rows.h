@@ -1,9 +1,9 @@
-// Rows: a matrix (count, columns) in floatX, or in a quantized format (linear/format.h). The format is a field of the
+// Rows: a matrix (count, columns) in floatX, or in a quantized format (mx/format.h). The format is a field of the
 // tensor. GEMMs, permutation and communication read it, so the code between them is the same for every precision.
 #pragma once
 
 #include "device/arena.h"
-#include "linear/format.h"
+#include "mx/format.h"
 
 typedef struct Rows {
     int64_t count, columns;

@@ -10,9 +10,9 @@
 #include "layers/embedding.h"
 #include "layers/matmul.h"
 #include "layers/rmsnorm.h"
-#include "linear/packed.h"
 #include "model/windows.h"
 #include "mx/formats.h"
+#include "mx/mx_check.h"
 #include "parallel/slices.h"
 
 // The format of dispatch or wgrad: if it is MXFP8, that of the GEMMs with the same operands, if these are MXFP8 too.
@@ -337,8 +337,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
     m->ranks = world;
     m->ctx = ctx_create(model_workspace(m));
-    const Format* packed = packed_format(m);
-    if (packed) packed->gemms->check(m->ctx);
+    if (packed_format(m)) mx_check(m->ctx);
     for (int i = 0; i < ARENAS; i++)
         if (i != IN_POOL) arena_allocate(&m->arena[i]);
     for (int64_t l = 0; l < config_blocks(&m->config) && s->recompute == RECOMPUTE_BLOCK; l++) {

@@ -209,7 +209,7 @@ void record_check(const Json* record, bool stage, const Settings* s) {
                                format_of_id(s->wgrad_precision, s->scale_rule),
                                format_of_id(s->linear_precision, s->scale_rule)};
     bool fp4 = false;
-    for (int i = 0; i < 3; i++) fp4 |= formats[i] && !formats[i]->pack;
+    for (int i = 0; i < 3; i++) fp4 |= formats[i] && !format_of_rows(formats[i]);
     if (mixture.count > 1) check_revision(record, s->out, "mixture-order", "the order of mixtures", MIXTURE_ORDER);
     if (fp4) check_revision(record, s->out, "fp4-rounding", "the rounding to four bits", FP4_ROUNDING);
     mixture_free(&mixture);

@@ -5,6 +5,7 @@
 
 #include "device/check.h"
 #include "moe/dispatch_windows.h"
+#include "mx/mxfp8.h"
 
 struct Dispatch {
     Pool* pool;
@@ -161,7 +162,7 @@ static void pack_rows(Dispatch* d, Rows recv, Rows send) {
     const int64_t C = send.columns;
     if (send.packed) {
         pack(d, recv.bytes.q, send.bytes.q, (size_t)C);
-        pack(d, recv.bytes.scale, send.bytes.scale, (size_t)send.format->scale_bytes(C));
+        pack(d, recv.bytes.scale, send.bytes.scale, (size_t)mx_stride(C));
     } else {
         pack(d, recv.value, send.value, (size_t)C * sizeof(floatX));
     }
@@ -300,7 +301,7 @@ void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, 
     }
     // One rank: the sum is still quantized as combine would send it.
     if (s.combine)
-        s.combine->unpack(y, sums_here(r, t, sums, ctx).bytes, s.N, s.C, accumulate, ctx);
+        mx_dequantize(y, sums_here(r, t, sums, ctx).bytes, s.N, s.C, accumulate, ctx);
     else
         unpermute_rows(y, sums.rows, sums.gate, sums.ragged, s.N, s.K, s.C, accumulate, ctx);
     if (dgate) unpermute_gates(dgate, sums.drow_gate, sums.gate_parts, sums.ragged, s.N, s.K, ctx);

@@ -1,27 +1,14 @@
-// The GEMMs that read packed MXFP8 (linear/packed.h), on Hopper and Blackwell. A scale of x and dy is for 128 elements,
-// one of W for a tile of 128 x 128. One quantization of W serves forward and dgrad. The GEMMs are mx/grouped_gemm_mx.h;
-// for linear_ all tokens are one group.
+#include "linear/packed.h"
+
 #include "device/check.h"
-#include "mx/formats.h"
 #include "mx/grouped_gemm_mx.h"
-#include "mx/mx_check.h"
 #include "mx/mx_swiglu.h"
 
-// --- Weights, forward and dgrad ---
-
-static int64_t weight_scales(int64_t OC, int64_t IC) { return mx_tiles(OC) * mx_tiles(IC); }
-
-static void pack_weight(Weight* w, Ctx* ctx) {
-    w->back.packed.scale = w->forward.packed.scale;
-    mx_quantize_tiles(w->forward.packed.q, w->back.packed.q, w->forward.packed.scale, w->w, w->count, w->OC, w->IC,
-                      w->format->recipe.scale, ctx);
-}
-
-static void gemm(floatX* y, Rows x, const Weight* w, int back, Ragged r, Ctx* ctx) {
+void packed_gemm(floatX* y, Rows x, const Weight* w, int back, Ragged r, Ctx* ctx) {
     // W transposed has the same tiles, with the steps swapped.
     const int64_t steps = mx_tiles(w->IC);
     const MxTiles forward = {w->forward.packed.q, w->forward.packed.scale, steps, 1};
-    const MxTiles transposed = {w->back.packed.q, w->back.packed.scale, 1, steps};
+    const MxTiles transposed = {w->back.packed.q, w->forward.packed.scale, 1, steps};
     if (back)
         grouped_gemm_mx(y, x.bytes, transposed, r, w->OC, w->IC, ctx);
     else
@@ -30,16 +17,13 @@ static void gemm(floatX* y, Rows x, const Weight* w, int back, Ragged r, Ctx* ct
 
 // --- Experts ---
 
-static int64_t wgrad_rows(int64_t rows, int32_t El, Backend backend) { return mx_channel_length(rows, El, backend); }
-
 // Column-wise packed: q is (columns, length), and there is one scale byte for each chunk of a channel.
 static Rows by_column(Packed bytes, const Format* f, int64_t length, int64_t columns) {
     Rows rows = {length, columns, f, 1, 0, 1, NULL, bytes};
     return rows;
 }
 
-static int swiglu_backward_packed(Packed dh, Rows* for_wgrad, ExpertsBackward t, const Weight* w13, Ragged r,
-                                  Ctx* ctx) {
+int packed_swiglu_backward(Packed dh, Rows* for_wgrad, ExpertsBackward t, const Weight* w13, Ragged r, Ctx* ctx) {
     const int64_t F = w13->OC / 2, length = mx_channel_length(r.capacity, r.El, BACKEND);
     // A chunk must not have both gate and up.
     if (!format_packed(w13->wgrad) || F % MX_CHUNK) return 0;
@@ -64,7 +48,7 @@ static Rows operand_by_column(Rows x, Rows memory, const Format* f, int32_t alig
     return by_column(memory.bytes, f, length, x.columns);
 }
 
-static void grouped_wgrad_packed(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged r, Ctx* ctx) {
+void packed_grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged r, Ctx* ctx) {
     dy = operand_by_column(dy, dy_memory, w->wgrad, MX_CHUNK, r, ctx);
     x = operand_by_column(x, x_memory, w->wgrad, MX_RUN, r, ctx);
     if (w->rounded_grad)
@@ -87,14 +71,14 @@ static MxBytes place_of_dy(LinearGradient* product, int64_t length) {
     return mx_from_channel(workspace->dy.bytes, product->quantized_dy - 1, length);
 }
 
-static void pack_both(LinearGradient* product, Packed out, int64_t N, Ragged tokens, Ctx* ctx) {
+void packed_both(Packed out, LinearGradient* product, int64_t N, Ctx* ctx) {
     const Weight* w = product->weight;
     const int64_t length = mx_channel_length(N, 1, BACKEND);
     ASSERT(w->wgrad->recipe.scale == w->format->recipe.scale);
     mx_quantize_both(out, place_of_dy(product, length), product->dy, length, N, w->OC, w->format->recipe.scale, ctx);
 }
 
-static int swiglu_backward_both(LinearGradient* product, Packed out, floatX* a, const floatX* da, const floatX* h,
+int packed_swiglu_backward_both(Packed out, LinearGradient* product, floatX* a, const floatX* da, const floatX* h,
                                 int64_t N, Ragged tokens, Ctx* ctx) {
     const Weight* w = product->weight;
     const int64_t F = w->OC / 2, length = mx_channel_length(N, 1, BACKEND);
@@ -106,7 +90,7 @@ static int swiglu_backward_both(LinearGradient* product, Packed out, floatX* a, 
     return 1;
 }
 
-static void wgrads(LinearGradient* products, int count, int64_t N, Ragged tokens, Ctx* ctx) {
+void packed_wgrads(LinearGradient* products, int count, int64_t N, Ragged tokens, Ctx* ctx) {
     const int64_t length = mx_channel_length(N, 1, BACKEND);
     GemmWorkspace* workspace = products->weight->workspace;
     MxMatrix matrices[MX_MATRICES];
@@ -132,7 +116,3 @@ static void wgrads(LinearGradient* products, int count, int64_t N, Ragged tokens
     gemm_mx_wgrads(matrices, n, workspace->dy.bytes, workspace->x.bytes, length, tokens, accumulate, ctx);
     workspace->dy_used = 0;
 }
-
-const PackedGemms mxfp8_gemms = {mx_check,           weight_scales,          pack_weight, gemm,
-                                 mx_swiglu_quantize, swiglu_backward_packed, wgrad_rows,  grouped_wgrad_packed,
-                                 pack_both,          swiglu_backward_both,   wgrads};
