@@ -10,7 +10,7 @@ typedef struct Rows {
     const Format* format;  // NULL: floatX
     int32_t packed;        // 1: the data is in `bytes`, 0: in `value`
     int32_t by_token;      // 1: a row for each token, 0: sorted by expert (grouped/permute.h)
-    int32_t by_column;     // 1: packed for wgrad, along the tokens (linear/packed.h)
+    int32_t by_column;     // 1: packed for wgrad, along the tokens (linear/quantized.c)
     floatX* value;
     Packed bytes;
 } Rows;

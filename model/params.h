@@ -9,7 +9,7 @@
 // parallel/sharding.h.
 #pragma once
 
-#include "linear/linear.h"
+#include "linear/quantized.h"
 #include "model/settings.h"
 #include "parallel/sharding.h"
 

@@ -2,6 +2,7 @@
 
 #include "layers/matmul.h"
 #include "layers/swiglu.h"
+#include "linear/quantized.h"
 #include "moe/moe_buffers.h"
 
 size_t moe_workspace(MoeShape s) {

@@ -1,7 +1,7 @@
 // The table of number formats (mx/format.h): the formats of --precision and their parts.
 //
 //   name          elements             scale of                          GEMMs read
-//   mxfp8         e4m3 (mx/mxfp8.h)    128 elements, weights: a tile     packed (linear/packed.c)
+//   mxfp8         e4m3 (mx/mxfp8.h)    128 elements, weights: a tile     packed (linear/quantized.c)
 //   mxfp8-exact   e4m3                 32 elements                       values
 //   nvfp4         e2m1 (mx/fp4.h)      16 elements, weights: 16 x 16     values
 //   mxfp4         e2m1                 32 elements, weights: 32 x 32     values

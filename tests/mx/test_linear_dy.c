@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "layers/swiglu.h"
-#include "linear/linear.h"
+#include "linear/quantized.h"
 #include "tests/mx.h"
 #include "tests/test.h"
 #include "tests/weight.h"
