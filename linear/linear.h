@@ -32,7 +32,6 @@ typedef struct Weight {
     WeightCopy forward, back;  // if W is quantized: as forward reads it, and transposed, (count, IC, OC), as dgrad does
     GemmWorkspace* workspace;
     uint32_t stream;  // of the random numbers of its first matrix: a multiple of 2 WEIGHT_STREAMS, and its number
-    QuantizationStats* stats;  // (WEIGHT_STATS) += statistics of each quantized operand; NULL: not measured
 } Weight;
 
 // One product in backward. dy must not change from linear_dgrad to linear_wgrads, which may read what linear_dgrad has

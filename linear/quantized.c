@@ -79,23 +79,27 @@ void weight_quantize(Weight* w, Ctx* ctx) {
         f->round_weight(f, w->forward.value, w->back.value, w->w, w->count, w->OC, w->IC, NULL, ctx);
 }
 
+// The statistics of a weight's operand.
+static QuantizationStats* stats_of(const Weight* w, int operand) {
+    return w->workspace->stats + w->stream / (2 * WEIGHT_STREAMS) * WEIGHT_STATS + operand;
+}
+
 void weight_measure(const Weight* w, int operand, const Format* format, const floatX* x, int64_t rows, int64_t columns,
                     Ctx* ctx) {
     const Draw nearest = {NULL, 0};
-    if (w->stats && format && format->round)
-        format->round(format, NULL, x, ragged_matrices(1, rows), columns, 0, nearest, w->stats + operand, ctx);
+    if (format && format->round && w->workspace->stats)
+        format->round(format, NULL, x, ragged_matrices(1, rows), columns, 0, nearest, stats_of(w, operand), ctx);
 }
 
 // The statistics of W for forward. Called with dgrad, which runs once per micro-step, with activation recomputation or
 // without.
 static void measure_weight(const Weight* w, Ctx* ctx) {
     const Format* f = w->format;
-    QuantizationStats* stats = w->stats + STATS_W;
-    if (!w->stats) return;
+    if (!w->workspace->stats) return;
     if (format_packed(f))
-        mx_stats(stats, w->w, w->forward.packed.scale, w->count, w->OC, w->IC, f->recipe, ctx);
+        mx_stats(stats_of(w, STATS_W), w->w, w->forward.packed.scale, w->count, w->OC, w->IC, f->recipe, ctx);
     else
-        f->round_weight(f, NULL, NULL, w->w, w->count, w->OC, w->IC, stats, ctx);
+        f->round_weight(f, NULL, NULL, w->w, w->count, w->OC, w->IC, stats_of(w, STATS_W), ctx);
 }
 
 // x as a GEMM reads it: x itself if it is in that format, else rounded into `to`, which may be x. Gradients have random
@@ -174,7 +178,7 @@ int quantized_swiglu_backward(floatX* dx, floatX* a, const floatX* da, const flo
     const ExpertsBackward tensors = {NULL, a, NULL, da, h};
     const Ragged tokens = tokens_of(w, N);
     // A chunk must not have both gate and up.
-    if (!packs_both(w) || w->stats || F % MX_CHUNK) return 0;
+    if (!packs_both(w) || w->workspace->stats || F % MX_CHUNK) return 0;
     mx_swiglu_backward_both(in.bytes, place_of_dy(product, length), tensors, length, tokens, F, w->format->recipe.scale,
                             ctx);
     gemm(dx, in, w, 1, tokens, ctx);
@@ -246,7 +250,7 @@ static Rows activation(Rows out, const floatX* h, const Format* format, Ragged r
 Rows quantized_grouped_swiglu(Rows out, const floatX* h, const Weight* w2, Ragged r, Ctx* ctx) {
     const int64_t F = w2->IC;
     // Statistics take values. Unused rows are zeros, which they do not count.
-    if (w2->stats) {
+    if (w2->workspace->stats) {
         device_zero(out.value, (size_t)(r.capacity * F) * sizeof(floatX), ctx);
         experts_swiglu_forward(out.value, h, r, F, ctx);
         weight_measure(w2, STATS_X, w2->format, out.value, r.capacity, F, ctx);
@@ -267,7 +271,7 @@ Rows quantized_grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, ExpertsBackward t
     quantized_grouped(da, rounded(out.value, dy, w2, STATS_DY, 0, r, ctx), w2, 1, r, ctx);
 
     // Statistics as above.
-    if (w13->stats) {
+    if (w13->workspace->stats) {
         device_zero(t.dh, (size_t)(r.capacity * 2 * F) * sizeof(floatX), ctx);
         experts_swiglu_backward(t, r, F, ctx);
         weight_measure(w13, STATS_DY, format, t.dh, r.capacity, 2 * F, ctx);

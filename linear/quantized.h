@@ -25,6 +25,7 @@ struct GemmWorkspace {
     uint64_t key;                  // of the step's random numbers
     int64_t before;                // batches of the step, on all ranks, before the next linear_batch
     int batch;                     // the current one
+    QuantizationStats* stats;      // += WEIGHT_STATS of each weight, at the place of its stream; NULL: not measured
 };
 
 // The operands that --mx-stats measures: x, dy, and W as forward reads it.
@@ -33,7 +34,7 @@ enum { STATS_X, STATS_DY, STATS_W, WEIGHT_STATS };
 // Streams of random numbers for a weight's dy. In dgrad each matrix has one, over all ranks; in wgrad another one.
 enum { WEIGHT_STREAMS = 1 << 12 };
 
-// --- For a model and its blocks, whether or not a weight has a format ---
+// --- For models, also of weights without a format ---
 
 // Registers a weight's quantized copies in `arena`. linear_plan follows after all weights (linear 1: a weight of
 // linear_). It registers the shared workspace for GEMMs of up to N tokens, and the token counts of `batches` batches.
@@ -46,7 +47,7 @@ int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backen
 // batch, and the random numbers of its gradients. workspace->batch is the current batch.
 void weight_quantize(Weight* weight, Ctx* ctx);
 void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx);
-// If weight->stats: += the statistics of x (rows, columns), quantized to `format` as `operand`.
+// If workspace->stats: += the statistics of x (rows, columns), quantized to `format` as `operand`.
 void weight_measure(const Weight* weight, int operand, const Format* format, const floatX* x, int64_t rows,
                     int64_t columns, Ctx* ctx);
 

@@ -98,7 +98,6 @@ typedef struct Step {
     int64_t* load;             // (L + mtp, E): tokens each expert got
     int64_t* margins;          // (L + mtp, MARGIN_BINS, E): histograms; only with --balance quantile
     QuantizationStats* stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
-    int measures;              // 1: this step fills stats; set before model_step_begin, cleared by model_update
     int first;                 // 1: its first micro-step
     int experts_wait;          // 1: Muon updates only the momentum of the experts
     int late;                  // 1: the MTP loss weight is already MTP_WEIGHT_END
@@ -129,7 +128,7 @@ typedef struct Model {
     BlockSaved rebuilt;         // the memory that blocks share with --recompute block
     Output outputs[2];
     Workspace work;
-    GemmWorkspace gemms;  // workspace shared by quantized GEMMs
+    GemmWorkspace gemms;  // workspace shared by quantized GEMMs; `stats`: those of a step that measures
 
     // MoE blocks.
     Pool* pool;  // their activations, a stack in forward order

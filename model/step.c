@@ -31,8 +31,7 @@ void model_step_begin(Model* m, int64_t step) {
     // Counters of the step.
     device_zero(m->step.load, (size_t)experts * sizeof(int64_t), m->ctx);
     if (m->step.margins) device_zero(m->step.margins, (size_t)(experts * MARGIN_BINS) * sizeof(int64_t), m->ctx);
-    if (m->step.measures)
-        device_zero(m->step.stats, (size_t)(blocks * BLOCK_STATS) * sizeof(QuantizationStats), m->ctx);
+    if (m->gemms.stats) device_zero(m->step.stats, (size_t)(blocks * BLOCK_STATS) * sizeof(QuantizationStats), m->ctx);
     step_begin(m->step.state, m->ctx);
 }
 
@@ -52,7 +51,7 @@ static void last_micro_step(void* model) { forward_and_backward((Model*)model, 1
 void model_micro_step(Model* m, int last) {
     // Micro-steps of a kind give the device the same work. After a change of the weights it also quantizes them.
     const int quantizes = m->units[0].version != weights_version(m->sharding);
-    Graph* graph = m->step.measures ? NULL : m->graphs[m->step.first | last << 1 | m->step.late << 2 | quantizes << 3];
+    Graph* graph = m->gemms.stats ? NULL : m->graphs[m->step.first | last << 1 | m->step.late << 2 | quantizes << 3];
     graph_run(graph, last ? last_micro_step : micro_step, m, m->ctx);
     // Host state, which a replayed graph does not change.
     m->step.first = 0;
@@ -63,7 +62,7 @@ void model_micro_step(Model* m, int last) {
 void model_gradient(Model* m, Loader* loader, int64_t step) {
     const Settings* s = &m->settings;
     const int64_t micro_steps = s->tokens_per_step / settings_micro_tokens(s);
-    m->step.measures = s->stats_every && step % s->stats_every == 0;
+    m->gemms.stats = s->stats_every && step % s->stats_every == 0 ? m->step.stats : NULL;
     do {
         model_step_begin(m, step);
         for (int64_t i = 0; i < micro_steps; i++) {

@@ -226,8 +226,8 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     weight_quantize(&weight, ctx);
     linear_batch(&gemms, 0, N, ctx);
     QuantizationStats stats[WEIGHT_STATS];
-    weight.stats = (QuantizationStats*)device_alloc(sizeof(stats), "statistics");
-    device_zero(weight.stats, sizeof(stats), ctx);
+    gemms.stats = (QuantizationStats*)device_alloc(sizeof(stats), "statistics");
+    device_zero(gemms.stats, sizeof(stats), ctx);
     // Forward and dgrad.
     char name[120];
     for (int dgrad = 0; dgrad < 2; dgrad++) {
@@ -239,12 +239,12 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
             run(0, x, expected_forward(x, w, N, IC, OC, way), &weight, N, IC, OC, name);
     }
     // Statistics.
-    device_download(stats, weight.stats, sizeof(stats), ctx);
+    device_download(stats, gemms.stats, sizeof(stats), ctx);
     device_free(weight.grad);
     compare_stats(&stats[STATS_X], x, N, IC, 1, way, "statistics of x");
     compare_stats(&stats[STATS_DY], dy, N, OC, 1, way, "statistics of dy");
     compare_stats(&stats[STATS_W], w, OC, IC, way.fast ? 128 : 1, way, "statistics of W");
-    device_free(weight.stats);
+    device_free(gemms.stats);
     free(x), free(dy), free(w);
     device_free(wx);
     arena_free(&arena);
