@@ -154,10 +154,10 @@ static void forget(Pipeline& p) {
 // Queues the all-to-all of rows, and of the choices if they are sent along, on the side stream. Every rank sends the
 // same number of rows to each. Returns the rows as they arrive in the memory of `to`, after a wait for `there`.
 static Rows travel(const Pipeline& p, Rows to, Rows from, bool choices) {
-    to.format = from.format, to.packed = from.packed, to.by_token = 1;
+    to.format = from.format, to.form = rows_form(is_packed(from), 1);
     to.count = from.count, to.columns = from.columns;
     std::vector<ExchangeBuffer> buffers;
-    if (from.packed) {
+    if (is_packed(from)) {
         buffers.push_back({to.bytes.q, from.bytes.q, (size_t)from.columns});
         buffers.push_back({to.bytes.scale, from.bytes.scale, (size_t)mx_stride(from.columns)});
     } else {

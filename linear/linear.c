@@ -69,7 +69,7 @@ void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
 
 Rows grouped_forward_swiglu(Rows out, floatX* h, Rows x, const Weight* w13, const Weight* w2, Ragged r, Ctx* ctx) {
     const int64_t F = w2->IC;
-    if (x.by_token) {
+    if (is_by_token(x)) {
         grouped_gemm_swiglu(h, out.value, x.value, w13->w, r, w13->IC, F, ctx);
     } else {
         grouped_forward(h, x, w13, r, ctx);
@@ -90,7 +90,7 @@ Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, Expert
     // SwiGLU in the epilogue of the GEMM, or after it.
     if (grouped_gemm_fuses(ctx)) {
         *gate_parts = grouped_gemm_gate_parts(F);
-        grouped_gemm_dgrad_swiglu(t, dy.value, w2->w, dy.by_token ? DY_BY_TOKEN : ALL_BY_ROW, r, w2->OC, F, ctx);
+        grouped_gemm_dgrad_swiglu(t, dy.value, w2->w, is_by_token(dy) ? DY_BY_TOKEN : ALL_BY_ROW, r, w2->OC, F, ctx);
     } else {
         grouped_dgrad(da, dy, w2, r, ctx);
         experts_swiglu_backward(t, r, F, ctx);
@@ -106,14 +106,14 @@ void grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memo
     }
 
     // The GEMM gathers an operand by token, or reads it by row.
-    if (dy.by_token) dy = rows_gathered(dy_memory, dy, w->wgrad, w->IC, r, ctx);
-    if (x.by_token) x = rows_gathered(x_memory, x, w->wgrad, w->OC, r, ctx);
+    if (is_by_token(dy)) dy = rows_gathered(dy_memory, dy, w->wgrad, w->IC, r, ctx);
+    if (is_by_token(x)) x = rows_gathered(x_memory, x, w->wgrad, w->OC, r, ctx);
     if (w->format || w->wgrad) {
         dy = quantized_wgrad_rows(w, STATS_DY, dy, dy_memory, r, ctx);
         x = quantized_wgrad_rows(w, STATS_X, x, x_memory, r, ctx);
     }
-    ASSERT(!dy.by_token || !x.by_token);
-    const GroupedRows order = dy.by_token ? DY_BY_TOKEN : x.by_token ? X_BY_TOKEN : ALL_BY_ROW;
+    ASSERT(!is_by_token(dy) || !is_by_token(x));
+    const GroupedRows order = is_by_token(dy) ? DY_BY_TOKEN : is_by_token(x) ? X_BY_TOKEN : ALL_BY_ROW;
     if (w->rounded_grad)
         grouped_gemm_wgrad_rounded(w->rounded_grad, dy.value, x.value, order, r, w->IC, w->OC, ctx);
     else

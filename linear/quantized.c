@@ -121,7 +121,7 @@ static void gemm(floatX* y, Rows x, const Weight* w, int back, Ragged r, Ctx* ct
     const WeightCopy copy = back ? w->back : w->forward;
     const int64_t IC = back ? w->OC : w->IC, OC = back ? w->IC : w->OC, steps = mx_tiles(w->IC);
     const MxTiles tiles = {copy.packed.q, w->forward.packed.scale, back ? 1 : steps, back ? steps : 1};
-    if (x.packed)
+    if (is_packed(x))
         grouped_gemm_mx(y, x.bytes, tiles, r, IC, OC, ctx);
     else if (r.group_start)
         grouped_gemm_forward(y, x.value, copy.value, r, IC, OC, ctx);
@@ -167,7 +167,7 @@ void quantized_linear(floatX* y, const floatX* x, const Weight* w, LinearGradien
     } else {
         in = rounded(to.value, rows_as(to, in, w->format, ctx), w, operand, 0, tokens, ctx);
     }
-    gemm(y, in, w, back != NULL, in.packed ? tokens_of(w, N) : tokens, ctx);
+    gemm(y, in, w, back != NULL, is_packed(in) ? tokens_of(w, N) : tokens, ctx);
 }
 
 int quantized_swiglu_backward(floatX* dx, floatX* a, const floatX* da, const floatX* h, LinearGradient* product,
@@ -260,7 +260,7 @@ Rows quantized_grouped_swiglu(Rows out, const floatX* h, const Weight* w2, Ragge
 
 // Column-wise packed: q is (columns, length), and there is one scale byte for each chunk of a channel.
 static Rows by_column(Packed bytes, const Format* f, int64_t length, int64_t columns) {
-    Rows rows = {length, columns, f, 1, 0, 1, NULL, bytes};
+    Rows rows = {length, columns, f, ROWS_PACKED_BY_COLUMN, NULL, bytes};
     return rows;
 }
 
@@ -301,10 +301,10 @@ Rows quantized_grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, ExpertsBackward t
 static Rows operand_by_column(Rows x, Rows memory, const Format* f, int32_t align, Ragged r, Ctx* ctx) {
     const int64_t length = mx_channel_length(r.capacity, r.El, BACKEND);
     const MxRecipe recipe = {f->recipe.scale, align};
-    if (x.by_column) return x;
-    ASSERT(x.packed || !x.by_token);
-    if (x.packed)
-        mx_requantize_channels(memory.bytes, x.bytes, x.by_token, length, r, x.columns, recipe, ctx);
+    if (x.form == ROWS_PACKED_BY_COLUMN) return x;
+    ASSERT(x.form != ROWS_VALUES_BY_TOKEN);
+    if (is_packed(x))
+        mx_requantize_channels(memory.bytes, x.bytes, is_by_token(x), length, r, x.columns, recipe, ctx);
     else
         mx_quantize_channels(memory.bytes, x.value, length, r, x.columns, recipe, ctx);
     return by_column(memory.bytes, f, length, x.columns);
@@ -320,7 +320,7 @@ void quantized_grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, R
 }
 
 Rows quantized_wgrad_rows(const Weight* w, int operand, Rows x, Rows memory, Ragged r, Ctx* ctx) {
-    if (x.by_token) return x;
+    if (is_by_token(x)) return x;
     x.count = r.capacity;
     x = rows_as(memory, x, NULL, ctx);
     return rounded(x.value, x, w, operand, 1, r, ctx);

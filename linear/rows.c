@@ -15,13 +15,12 @@ void rows_plan(Arena* a, const char* name, Rows* rows, int values, const Format*
 
 Rows rows_as(Rows out, Rows x, const Format* format, Ctx* ctx) {
     const int packed = format_packed(format) != NULL;
-    if (x.format == format && x.packed == packed) return x;
+    if (x.format == format && is_packed(x) == packed) return x;
 
     // Packed rows become values of their format. A GEMM that reads another packed form is a caller's error.
-    out.format = x.packed ? x.format : format;
-    out.packed = !x.packed && packed;
-    out.by_token = x.by_token;
-    if (x.packed) {
+    out.format = is_packed(x) ? x.format : format;
+    out.form = rows_form(!is_packed(x) && packed, is_by_token(x));
+    if (is_packed(x)) {
         ASSERT(!packed);
         mx_dequantize(out.value, x.bytes, x.count, x.columns, 0, ctx);
     } else if (!format_of_rows(format) || x.format) {
@@ -44,8 +43,8 @@ Rows rows_pack(Rows out, Rows x, const Format* format, Ctx* ctx) {
 Rows rows_permute(Rows out, Rows tokens, Ragged r, Ctx* ctx) {
     out.columns = tokens.columns;
     out.format = tokens.format;
-    out.packed = tokens.packed;
-    if (!tokens.packed) {
+    out.form = rows_form(is_packed(tokens), 0);
+    if (!is_packed(tokens)) {
         permute_rows(out.value, tokens.value, r, (size_t)tokens.columns * sizeof(floatX), ctx);
     } else {
         permute_rows(out.bytes.q, tokens.bytes.q, r, (size_t)tokens.columns, ctx);
