@@ -25,7 +25,7 @@ struct GemmWorkspace {
     uint64_t key;                  // of the step's random numbers
     int64_t before;                // batches of the step, on all ranks, before the next linear_batch
     int batch;                     // the current one
-    QuantizationStats* stats;      // += WEIGHT_STATS of each weight, at the place of its stream; NULL: not measured
+    QuantizationStats* stats;      // +=: WEIGHT_STATS for each weight, in the order of streams; NULL: not measured
 };
 
 // The operands that --mx-stats measures: x, dy, and W as forward reads it.
@@ -51,22 +51,24 @@ void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx);
 void weight_measure(const Weight* weight, int operand, const Format* format, const floatX* x, int64_t rows,
                     int64_t columns, Ctx* ctx);
 
-// --- For linear/linear.c, of weights with `format` ---
+// --- For linear/linear.c ---
 
-// y = x W^T. back: the product dx = dy W, with dx and dy in the place of y and x.
+// y = x W^T; with `back` dx = dy W, where y is dx and x is dy.
 void quantized_linear(floatX* y, const floatX* x, const Weight* weight, LinearGradient* back, int64_t N, Ctx* ctx);
 void quantized_grouped(floatX* y, Rows x, const Weight* weight, int back, Ragged ragged, Ctx* ctx);
-// linear_swiglu_backward where one kernel packs dh; else 0.
+// 1: linear_swiglu_backward is done by one kernel that packs dh, and dgrad. 0: nothing is done.
 int quantized_swiglu_backward(floatX* dx, floatX* a, const floatX* da, const floatX* h, LinearGradient* product,
                               int64_t N, Ctx* ctx);
-// a = swiglu(h) in the format of w2, in out's buffers; and grouped_dgrad_swiglu.
+// a = swiglu(h) in the format of w2, in out's buffers.
 Rows quantized_grouped_swiglu(Rows out, const floatX* h, const Weight* w2, Ragged ragged, Ctx* ctx);
+// grouped_dgrad_swiglu, in the format of w13.
 Rows quantized_grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, ExpertsBackward tensors, floatX* da, Rows dy,
                                     const Weight* w2, const Weight* w13, Ragged ragged, Ctx* ctx);
 
-// Wgrad: of those products whose weight has `wgrad`; of experts with a packed one; else an operand of theirs as the
-// values that a floatX GEMM reads, but for one by token.
+// linear_wgrads of the products whose weight has `wgrad`.
 void quantized_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx);
+// grouped_wgrad of a weight whose `wgrad` is packed.
 void quantized_grouped_wgrad(const Weight* weight, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged ragged,
                              Ctx* ctx);
+// An operand of grouped_wgrad as values for a floatX GEMM. Rows by token stay as they are.
 Rows quantized_wgrad_rows(const Weight* weight, int operand, Rows x, Rows memory, Ragged ragged, Ctx* ctx);

@@ -730,6 +730,7 @@ class Export(Case):
                               capture_output=True, encoding="utf-8", errors="replace")
         self.assertRegex(done.stdout, "^It was", done.stderr)
 
+    @NEEDS
     def test_card_of_another_version(self):
         """Options that are constants now are in the card where they had another value. Those of config.json are never."""
         step = self.trained(optimizer="muon") / "step_00000008"
