@@ -34,7 +34,7 @@
 #include <vector>
 
 #include "bench/data.cuh"
-#include "linear/linear.h"
+#include "linear/quantized.h"
 #include "mx/formats.h"
 #include "parallel/comm.h"
 
