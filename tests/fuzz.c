@@ -19,8 +19,8 @@
 #include "data/safetensors.h"
 #include "data/tokenizer.h"
 #include "device/check.h"
-#include "model/record.h"
 #include "model/memory.h"
+#include "model/record.h"
 
 static jmp_buf reader;
 static volatile bool reading;
@@ -146,8 +146,7 @@ static void read_options(const uint8_t* data, size_t size) {
         free(again);
         json_free(record);
         free(json);
-        if (s.model.L <= 4 && s.ranks <= 64 && BEGINS_TO_READ)
-            memory_report(&s, 1);  // ends the run if it does not fit
+        if (s.model.L <= 4 && s.ranks <= 64 && BEGINS_TO_READ) memory_report(&s, 1);  // ends the run if it does not fit
         has_read();
     }
     settings_free(&s);

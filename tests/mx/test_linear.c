@@ -1,6 +1,6 @@
-// Dense GEMMs in MXFP8 (linear/linear.h) against float64 with its own quantization (tests/mx.h): first single GEMMs, then
-// those of whole models, on the model's own buffers. Operands are the same numbers on both sides. So quantized values
-// agree to the bit, and only sums differ:
+// Dense GEMMs in MXFP8 (linear/linear.h) against float64 with its own quantization (tests/mx.h): first single GEMMs,
+// then those of whole models, on the model's own buffers. Operands are the same numbers on both sides. So quantized
+// values agree to the bit, and only sums differ:
 //   double  1e-16 for each term of a sum: below 1e-15. Allowed: 1e-14
 //   float   sums of up to 384 terms in float32: below 1e-6 of a row's norm. Allowed: 2e-6
 //   CUDA    y is rounded to bf16, each element by 2^-8 at most (1.7e-3 of a norm is typical). Fast sums are off by
@@ -192,8 +192,8 @@ static void run(int dgrad, const double* x, double* ref, const Weight* w, int64_
 
 // Statistics of a tensor quantized in tiles, against sums over its elements and their dequantized values (float32:
 // 1e-6).
-static void compare_stats(const QuantizationStats* got, const double* x, int64_t rows, int64_t columns, int64_t tile_rows,
-                          Way way, const char* name) {
+static void compare_stats(const QuantizationStats* got, const double* x, int64_t rows, int64_t columns,
+                          int64_t tile_rows, Way way, const char* name) {
     QuantizationStats want = {0, 0, 0, 0, 0, 0};
     double* c = copy_of(x, rows * columns);
     fake_quantize(c, rows, columns, tile_rows, way.fast ? 128 : 32, way.mode);
@@ -334,9 +334,8 @@ static void test_linear(void) {
     "--layers 3 --dim 96 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 160 --experts 6 "   \
     "--top-k 2 --expert-ffn 32 --shared-experts 2 --vocab 50 --seq-len 19 --batch 7 --force-balance --warmup 0 "
 static const char* const models[] = {"", "--q-lora 64 ", "--dense-layers 3 "};
-static const char* const precisions[] = {
-    "--linear-precision mxfp8-exact --wgrad-precision mxfp8 ",
-    "--linear-precision mxfp8 --wgrad-precision mxfp8 --mx-scale floor "};
+static const char* const precisions[] = {"--linear-precision mxfp8-exact --wgrad-precision mxfp8 ",
+                                         "--linear-precision mxfp8 --wgrad-precision mxfp8 --mx-scale floor "};
 static const Way ways[] = {{0, MX_RCEIL}, {1, MX_FLOOR}};
 
 static Model* fresh(const char* model, const char* precision) {
