@@ -310,6 +310,7 @@ static void open_data(Run* r) {
     r->tokenizer = sample_tokenizer(s, r->train);
     r->data.shards = shards_hash(r->train);
     r->data.tokenizer = tokenizer_hash(r->tokenizer);
+    r->data.end_of_text = tokenizer_eot(r->tokenizer);
     evaluate_tokenizer(r->world, s, r->tokenizer, r->resumed);
     evaluate_tokenizers("train", r->train, s, r->tokenizer);
     r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);

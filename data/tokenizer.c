@@ -97,9 +97,10 @@ Tokenizer* tokenizer_open(const char* path) {
     const char* end = path ? strrchr(path, '.') : NULL;
     if (end && strcmp(end, ".json") == 0)
         die(EXIT_USAGE,
-            "--tokenizer: %s is for transformers; this makes the .bin of the same name, which train_moe reads: "
-            "python3 scripts/tokenizer_json.py %s",
-            path, path);
+            "--tokenizer: %s is for transformers; train_moe reads the .bin of the same name, --tokenizer '%.*s.bin', "
+            "which "
+            "this makes: python3 scripts/tokenizer_json.py '%s'",
+            path, (int)(end - path), path, path);
     return !path ? open_nothing() : path[0] == 0 ? open_bytes() : open_table(path);
 }
 
@@ -108,7 +109,7 @@ Path tokenizer_of_folder(const char* option, const char* folder) {
     if (access(table.text, F_OK) == 0) return table;
     if (access(path_of("%s/tokenizer.json", folder).text, F_OK) == 0)
         die(EXIT_USAGE,
-            "--%s: %s has a tokenizer.json and no tokenizer.bin; this makes it: python3 scripts/tokenizer_json.py %s",
+            "--%s: %s has a tokenizer.json and no tokenizer.bin; this makes it: python3 scripts/tokenizer_json.py '%s'",
             option, folder, folder);
     return none;
 }

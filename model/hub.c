@@ -334,6 +334,13 @@ int64_t hub_length(const char* folder) {
     return length;
 }
 
+int64_t hub_end_of_text_id(const char* folder) {
+    Json* config = read_json(folder, "config.json", CONFIG_LIMIT, NULL, 0);
+    const int64_t id = json_int(config, "eos_token_id", -1);
+    json_free(config);
+    return id;
+}
+
 int64_t hub_tokenizer(const char* folder) {
     Json* manifest = read_json(folder, "manifest.json", MANIFEST_LIMIT, NULL, 0);
     const int64_t hash = json_int(manifest, "tokenizer_hash", 0);

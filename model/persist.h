@@ -16,8 +16,9 @@ void model_files_free(CheckpointFile* files, int count);
 
 // The data of a run: a resumed run must have the same.
 typedef struct DataHash {
-    uint32_t shards;     // shards_hash of --train
-    uint32_t tokenizer;  // tokenizer_hash
+    uint32_t shards;      // shards_hash of --train
+    uint32_t tokenizer;   // tokenizer_hash
+    int32_t end_of_text;  // tokenizer_eot
 } DataHash;
 
 // state is the host's copy of the device's StepState.

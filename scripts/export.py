@@ -27,7 +27,7 @@ import sys
 import zlib
 
 import model_card
-from tokenizer_json import make_table
+from tokenizer_json import check_table, make_table
 
 FORMAT = "train_moe checkpoint 2"
 FILE_BYTES = 5 * 10**9
@@ -230,8 +230,8 @@ def export(step, out, dtype, experts):
         for file in COPIED:
             if (step / file).exists():
                 shutil.copyfile(inside(step, file), part / file)
-        if (part / "tokenizer.json").exists() and not (part / "tokenizer.bin").exists():
-            make_table(part / "tokenizer.json", part / "tokenizer.bin")
+        if (part / "tokenizer.json").exists():
+            (check_table if (part / "tokenizer.bin").exists() else make_table)(part / "tokenizer.json", part / "tokenizer.bin")
         write(step, part, files, dtype, experts)
     print(f"wrote {out}\nfill in the license in its README.md, then: hf upload USER/{name} {shlex.quote(str(out))}")
     if "train_moe_note" in config:

@@ -224,6 +224,21 @@ def write_table(file, table, eot):
         file.write(struct.pack(length, len(token)) + token)
 
 
+def check_table(source, table):
+    """Failure unless the tokens of a tokenizer.json are those of the table beside it."""
+    data, at, tokens = table.read_bytes(), 1024, []
+    version, count = struct.unpack_from("<II", data, 4)
+    for _ in range(count):
+        length = "<B" if version == 2 else "<I"
+        size, = struct.unpack_from(length, data, at)
+        at += struct.calcsize(length) + size
+        tokens.append(data[at - size: at])
+    own = [b"" if version == 2 and len(token) > 255 else token for token in token_bytes(json.loads(source.read_text("utf-8")))]
+    if own != tokens:
+        raise Failure(f"{source} and {table} are of two tokenizers: {len(own)} and {count} tokens" if len(own) != count else
+                      f"{source} and {table} are of two tokenizers: other bytes in token {next(i for i in range(count) if own[i] != tokens[i])}")
+
+
 def make_table(source, target, eot_name=None):
     """Writes `target` from the tokenizer.json `source`. Returns a line about it."""
     try:
@@ -237,7 +252,7 @@ def make_table(source, target, eot_name=None):
     except Failure as failure:
         raise Failure(f"{source}: {failure}") from failure
     except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
-        raise Failure(f"{source}: not as `tokenizers` writes it: {error!r}") from error
+        raise Failure(f"{source}: not as `tokenizers` writes it: {type(error).__name__} {str(error)[:100]}") from error
     if os.path.lexists(target):
         raise Failure(f"{target} is there already; remove it to make it again")
     with script.in_place(target) as part, open(part, "wb") as file:

@@ -682,6 +682,14 @@ class Export(Case):
             (self.dir / lacks).rename(step / lacks)
             self.assertEqual((self.dir / name / "tokenizer.bin").read_bytes(), was)
             self.call([cli.PROGRAM, "--sample", name, "--sample-tokens", 1])
+        # Both must have the same tokens.
+        text = (step / "tokenizer.json").read_text("utf-8")
+        (step / "tokenizer.json").write_text(text.replace('"a"', '"aa"', 1), "utf-8")
+        cli.seal_manifest(step, {**record, "files": [file for file in record["files"] if file["name"] != "tokenizer.json"]})
+        done = subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, self.dir / "two"], capture_output=True, encoding="utf-8")
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stderr, "tokenizer.json and .*tokenizer.bin are of two tokenizers: other bytes in token 97\n$")
+        self.assertFalse((self.dir / "two").exists())
 
     def card(self, step, name="released", **options):
         """The model card of a release, and the line about its upload. No folder is in the card."""
@@ -759,7 +767,10 @@ class Export(Case):
                 (run / "log.jsonl").write_text(text, "utf-8")
             self.assertIn(unknown, self.card(run)[0], text)
         (run / "log.jsonl").write_text(log, "utf-8")
-        shutil.rmtree(run / "step_00000004")
+        # A run that goes on, with options that may change, keeps the losses of its earlier steps.
+        self.trained(run.name, steps=9, val_tokens=64, save_every=4, resume=True)
+        self.assertIn(f"nats a token: {loss:.4f}\n", self.card(step)[0])
+        shutil.rmtree(run / "step_00000004", ignore_errors=True)
         for name in ("step_00000004", "step_00000008.diverged"):
             step = step.rename(run / name)
             self.assertIn(unknown, self.card(step)[0])

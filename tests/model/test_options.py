@@ -349,8 +349,8 @@ class BadOptions(Case):
         self.refused(1, "--tokenizer: t.bin", "1 bytes after the last", tokenizer="t.bin", out="run")
         self.refused(1, "--tokenizer: gone.bin", "No such file", tokenizer="gone.bin", out="run")
         for name in ("a folder/tokenizer.json", "gone.json"):
-            self.refused(2, f"--tokenizer: {name} is for transformers; this makes the .bin of the same name, which train_moe reads: "
-                         f"python3 scripts/tokenizer_json.py {name}\n", tokenizer=name, out="run")
+            self.refused(2, f"--tokenizer: {name} is for transformers; train_moe reads the .bin of the same name, "
+                         f"--tokenizer '{name[:-5]}.bin', which this makes: python3 scripts/tokenizer_json.py '{name}'\n", tokenizer=name, out="run")
 
 
 class TokenizerBesideShards(Case):
@@ -551,7 +551,7 @@ class TokenizerBesideShards(Case):
             for more in [], ["--tokenizer", "made/text_tokenizer.bin"]:
                 self.assertEqual(self.call([*line, *more], 2).stderr,
                                  f"train_moe: error: --{option}: run/step_00000001 has a tokenizer.json and no tokenizer.bin; this makes it: "
-                                 "python3 scripts/tokenizer_json.py run/step_00000001\n")
+                                 "python3 scripts/tokenizer_json.py 'run/step_00000001'\n")
         self.train(**{**made, "steps": 2}, out="run", resume=True)
         self.assertEqual((self.dir / "run/step_00000002/tokenizer.bin").read_bytes(), was)
         shutil.rmtree(self.dir / "run/step_00000002")
@@ -578,10 +578,17 @@ class TokenizerBesideShards(Case):
         seal_manifest(step, {**record, "options": {**record["options"], "tokenizer": "made/own.json"}})
         (self.dir / "made/own.bin").unlink()
         for train in None, made["train"]:
-            self.refused(2, "--tokenizer: made/own.json is for transformers", "python3 scripts/tokenizer_json.py made/own.json\n",
+            self.refused(2, "--tokenizer: made/own.json is for transformers", "python3 scripts/tokenizer_json.py 'made/own.json'\n",
                          **{**made, "train": train, "vocab": None}, steps=2, resume=True)
         subprocess.run([sys.executable, ROOT / "scripts/tokenizer_json.py", "made/own.json"], cwd=self.dir, check=True, capture_output=True)
-        self.train(**{**made, "train": None, "vocab": None}, steps=2, resume=True, tokenizer="made/own.bin")
+        # The record of 0.1.0 has no hash. Its config.json has the end of text, and another one is refused.
+        seal_manifest(step, {**record, "tokenizer_hash": 0})
+        own = (self.dir / "made/own.bin").read_bytes()
+        write_tokenizer(self.dir / "made/other.bin", [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], 3)
+        again = dict(**{**made, "train": None, "vocab": None}, steps=2, resume=True)
+        self.refused(2, "--tokenizer made/other.bin ends a text with token 3, and the run in run with 256", tokenizer="made/other.bin", **again)
+        self.assertEqual((self.dir / "made/own.bin").read_bytes(), own)
+        self.train(**again, tokenizer="made/own.bin")
 
     def test_end_of_text_of_a_folder(self):
         """The end of text of the tokenizer is that of config.json and of the model's folder, whatever its usual name."""

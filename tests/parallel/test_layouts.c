@@ -33,7 +33,7 @@ static const double MX_GRADIENT_BOUND = BF16 ? 5e-2 : 4e-3, MX_LOSS_BOUND = BF16
 static const double CUT_GRADIENT_BOUND = 4e-2;
 
 static Ranks* world;
-static const DataHash data = {7, 8};
+static const DataHash data = {7, 8, 9};
 static int fast;  // 1: this device has --precision mxfp8
 static const char* shards[4] = {"none", "optimizer", "grads", "weights"};
 
