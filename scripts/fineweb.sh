@@ -65,7 +65,8 @@ if [ ! -e "$folder/tokenizer.json" ]; then
     mv "$folder/tokenizer.json.part" "$folder/tokenizer.json"
 fi
 # config_json of scripts/tokenizer_json.py
-[ -e "$folder/tokenizer_config.json" ] || cat >"$folder/tokenizer_config.json" <<'END'
+if [ ! -e "$folder/tokenizer_config.json" ]; then
+    cat >"$folder/tokenizer_config.json.part" <<'END'
 {
  "tokenizer_class": "PreTrainedTokenizerFast",
  "bos_token": "<|endoftext|>",
@@ -74,6 +75,8 @@ fi
  "clean_up_tokenization_spaces": false
 }
 END
+    mv "$folder/tokenizer_config.json.part" "$folder/tokenizer_config.json"
+fi
 # Quoted for a shell; patterns escaped, with a backslash as glob(3) and Python read it.
 quoted=$(printf %s "$folder" | sed "s/'/'\\\\''/g")
 pattern=$(printf %s "$folder" | sed "s/[*?[]/[&]/g; s/\\\\/[\\\\\\\\]/g; s/'/'\\\\''/g")

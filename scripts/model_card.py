@@ -12,6 +12,8 @@ UNKNOWN = "not recorded"
 # Recorded options that change neither the weights nor the losses of a step, and members of the record that are no options.
 PLACE = set("sample evaluate eval out resume save-every keep val-every eval-every sample-every sample-tokens prompt temperature "
             "sample-top-k graph dry-run ranks gpu-memory version help ep shard dispatch timeout mx-stats recompute capacity".split())
+# Options that may change when a run goes on: they do not change the losses of earlier steps.
+LATER = set("steps val val-tokens batch optimizer".split())
 RECORD = set("warmup-steps updates-before tokens-before fp4-rounding mixture-order".split())
 LOSSES = dict(loss="training loss of this step in nats a token: {}", val_loss="validation loss in nats a token: {}",
               val_bits_per_byte="validation loss in bits a byte: {}")
@@ -64,7 +66,7 @@ def measured(step, manifest, options):
     try:
         if options and path.is_file() and step.name == f"step_{str(number).zfill(8)}":
             config, rows = read_log(path, LOSSES)
-            if all(config.get(name) == value for name, value in options.items() if name not in PLACE):
+            if all(config.get(name) == value for name, value in options.items() if name not in PLACE | LATER):
                 return config.get("build"), rows.get(number, {})
     except NoLog as error:
         warn(f"{error}; the model card has no losses")
@@ -104,7 +106,7 @@ def card(name, step, manifest, config, sizes, weights):
     c, total = config, sum(sizes.values())
     routed = sum(size for tensor, size in sizes.items() if ".mlp.experts." in tensor)
     active = total - routed + routed * c["num_experts_per_tok"] // c["n_routed_experts"]
-    transformers = c["model_type"] != "train_moe"
+    transformers, yarn = c["model_type"] != "train_moe", c.get("rope_scaling")
     is_bytes = manifest.get("tokenizer_hash") == 0 and c["eos_token_id"] == 256
     return f"""---
 license: other  # fill in: https://huggingface.co/docs/hub/repositories-licenses
@@ -128,7 +130,7 @@ A base model, not tuned to follow instructions. Text, language and limits: to be
 - width: {c["hidden_size"]}; heads: {c["num_attention_heads"]}
 - MLA: a latent of {c["kv_lora_rank"]} for keys and values, {f'of {c["q_lora_rank"]} for queries' if c["q_lora_rank"] else "none for queries"}
 - experts: {f'{c["n_routed_experts"]}, {c["num_experts_per_tok"]} chosen for a token, {c["n_shared_experts"]} shared' if routed else "none"}
-- vocabulary: {c["vocab_size"]:,}; context: {c["max_position_embeddings"]:,} tokens
+- vocabulary: {c["vocab_size"]:,}; context: {c["max_position_embeddings"]:,} tokens{f'; YaRN of {yarn["factor"]:g} times {yarn["original_max_position_embeddings"]:,}' if yarn else ""}
 - weights: {weights}
 
 ## Training
