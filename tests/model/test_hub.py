@@ -755,7 +755,7 @@ class Export(Case):
         self.assertIn("\nlibrary_name: train_moe\n", card)
         self.assertNotIn("AutoModel", card)
         card, _ = self.card(self.trained("dense", **MODELS["softmax, dense"], yarn=1), dtype="float32")
-        for words in ("\n- experts: none\n", "\n- dense\n", " YaRN with softmax scores needs transformers 5.15.\n", "\n- weights: float32; "):
+        for words in ("\n- experts: none\n", "\n- dense\n", " tokens; YaRN of 40 times 4,096\n", " YaRN with softmax scores needs transformers 5.15.\n", "\n- weights: float32; "):
             self.assertIn(words, card)
         record = cli.manifest(self.dir / "dense/step_00000008")
         cli.seal_manifest(self.dir / "dense/step_00000008", {**record, "tokenizer_hash": 5})
