@@ -15,7 +15,7 @@ A line of results.jsonl is one measurement:
     yardstick  null, or {"what", "value"}: the same metric of something else, by which the value is judged
     section    the heading under which the pages show it; null: a former version or an older run, in results.jsonl alone
     label      its row there
-    log        the run's log.jsonl or a part of it, in bench/, packed by xz; a line without this key has none
+    log        the run's log.jsonl or a part of it, in bench/, packed by xz, without host and folders; a line without this key has none
 
 A page is its text in bench/parts, where {table} is the table of the section above it. In parts/RESULTS.md the last cell of
 a row is the id of a line. It becomes that line's number, spread, yardstick, page and log. --check writes nothing and fails where
