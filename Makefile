@@ -11,7 +11,7 @@ LIMIT := $(if $(shell command -v timeout),timeout -k 1 10)
 # An op is three files: x.h the contract, x.c the CPU reference, x.cu the CUDA kernels. A .cu without a .c has further
 # kernels of an op, for other GPUs. All other .c are host code, one source for both builds. An op without its .cu is an
 # error of the CUDA build (device/cpu.h). One without its .c is an error of the link in the CPU build.
-FOLDERS = device data layers grouped linear mx moe model parallel pretrained
+FOLDERS = device data layers grouped mx linear moe model parallel pretrained
 C_FILES := $(patsubst %.c,%,$(wildcard $(FOLDERS:%=%/*.c)))
 KERNELS := $(patsubst %.cu,%,$(wildcard $(FOLDERS:%=%/*.cu)))
 OPS     := $(filter $(KERNELS),$(C_FILES))

@@ -53,6 +53,7 @@ typedef struct Run {
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
+    bool resumed;        // --out has a checkpoint
     DataHash data;       // of train and tokenizer
     double val_bytes;    // of a token of val; 0: not known
     Choices* questions;  // question_files of them
@@ -91,7 +92,7 @@ static void print_step(Run* r, int val) {
     if (isfinite(r->mfu)) printf("  MFU %4.1f%%", 100 * r->mfu);
     printf("  ETA %2ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
     if (val) printf("  validation %7.4f", r->val_loss);
-    for (int64_t k = 1; k <= s->model.mtp; k++) printf("  mtp_loss_%ld %7.4f", k, report_mtp(s, &r->last, k));
+    if (s->model.mtp) printf("  mtp_loss_1 %7.4f", report_mtp(s, &r->last));
     printf("\n");
     fflush(stdout);
     r->shown = host_seconds();
@@ -132,11 +133,7 @@ static void report(Run* r, int val, int asks) {
     // The line of the log. Losses, optimizer and speed.
     char* line = host_format("{\"step\": %ld", r->pending);
     runlog_number(&line, "loss", r->last.loss);
-    for (int64_t k = 1; k <= s->model.mtp; k++) {
-        char name[32];
-        snprintf(name, sizeof(name), "mtp_loss_%ld", k);
-        runlog_number(&line, name, report_mtp(s, &r->last, k));
-    }
+    if (s->model.mtp) runlog_number(&line, "mtp_loss_1", report_mtp(s, &r->last));
     runlog_number(&line, "grad_norm", r->last.grad_norm);
     runlog_number(&line, "lr", settings_lr(s, r->pending));
     runlog_number(&line, "max_logit", (double)r->last.max_logit);
@@ -287,6 +284,7 @@ static void open_ranks(Run* r, int argc, char** argv) {
     const int resumes = parsed.resume && *parsed.out && !parsed.help && !parsed.version;
     Json* manifest = record_manifest(r->world, resumes ? parsed.out : NULL);
     r->settings = settings_read(parsed, ranks_count(r->world), json_get(manifest, "options"));
+    r->resumed = manifest != NULL;
     json_free(manifest);
     threads_check();
     watch_start(r->world, r->settings.timeout);
@@ -312,7 +310,8 @@ static void open_data(Run* r) {
     r->tokenizer = sample_tokenizer(s, r->train);
     r->data.shards = shards_hash(r->train);
     r->data.tokenizer = tokenizer_hash(r->tokenizer);
-    evaluate_tokenizer(r->world, s, r->tokenizer);
+    r->data.end_of_text = tokenizer_eot(r->tokenizer);
+    evaluate_tokenizer(r->world, s, r->tokenizer, r->resumed);
     evaluate_tokenizers("train", r->train, s, r->tokenizer);
     r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
     sample_check(s, r->tokenizer);

@@ -34,7 +34,7 @@
 #include <vector>
 
 #include "bench/data.cuh"
-#include "linear/linear.h"
+#include "linear/quantized.h"
 #include "mx/formats.h"
 #include "parallel/comm.h"
 
@@ -154,12 +154,12 @@ static void forget(Pipeline& p) {
 // Queues the all-to-all of rows, and of the choices if they are sent along, on the side stream. Every rank sends the
 // same number of rows to each. Returns the rows as they arrive in the memory of `to`, after a wait for `there`.
 static Rows travel(const Pipeline& p, Rows to, Rows from, bool choices) {
-    to.format = from.format, to.packed = from.packed, to.by_token = 1;
+    to.format = from.format, to.form = rows_form(is_packed(from), 1);
     to.count = from.count, to.columns = from.columns;
     std::vector<ExchangeBuffer> buffers;
-    if (from.packed) {
+    if (is_packed(from)) {
         buffers.push_back({to.bytes.q, from.bytes.q, (size_t)from.columns});
-        buffers.push_back({to.bytes.scale, from.bytes.scale, (size_t)from.format->scale_bytes(from.columns)});
+        buffers.push_back({to.bytes.scale, from.bytes.scale, (size_t)mx_stride(from.columns)});
     } else {
         buffers.push_back({to.value, from.value, (size_t)from.columns * sizeof(floatX)});
     }
@@ -210,7 +210,8 @@ static void backward(Pipeline& p, int v, bool kept) {
     Weight w = q.w;
     w.grad = p.dw[v];
     w.wgrad = v == MXFP8_WGRAD ? mxfp8() : NULL;
-    grouped_wgrad(&w, q.dy_rows, q.dy_values, kept ? q.x_rows : q.kept, w.format ? q.x_values : q.x_rows, q.ragged, ctx);
+    grouped_wgrad(&w, q.dy_rows, q.dy_values, kept ? q.x_rows : q.kept, w.format ? q.x_values : q.x_rows, q.ragged,
+                  ctx);
     event_wait(there, ctx);
 }
 

@@ -189,7 +189,7 @@ static void bench_adamw(void) {
     memset(&host, 0, sizeof(host));
     host.ok = 1, host.updates = 1, host.grad_scale = 1, host.correction1 = 0.1, host.correction2 = 0.05;
     device_upload(state, &host, sizeof(host), ctx);
-    const AdamW opt = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+    const AdamW opt = {1e-4f, 0.9f, 0.95f, 0.1f, 1};
     AdamW* there = (AdamW*)device_alloc(sizeof(opt), "the benchmark");
     device_upload(there, &opt, sizeof(opt), ctx);
     for (int bf16 = 0; bf16 < 2; bf16++)

@@ -143,7 +143,8 @@ static void bench(const Case& c) {
     pool_release(pool, mark);
     MoeBackwardBuffers b;
     moe_take_backward(pool, &b, &m, s);
-    const Rows dy_here = {N, C, NULL, 0, 1, 0, dy, {NULL, NULL}}, gated = rows_of_values(b.act, r.capacity, F);
+    const Rows dy_here = {N, C, NULL, ROWS_VALUES_BY_TOKEN, dy, {NULL, NULL}},
+               gated = rows_of_values(b.act, r.capacity, F);
     Rows dy_rows = dy_here, dh, dh_wgrad;
     const ExpertsBackward tensors = {b.dh, b.act, b.drow_gate, b.dact, m.h};
     Sums sums_dx = {b.dact, r, NULL, b.drow_gate, 1};

@@ -9,7 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "data/utf8.h"
 #include "device/check.h"
 
 // Nesting is limited because the parser recurses: a hostile file must not exhaust the stack.
@@ -44,6 +43,22 @@ static bool take(Parser* p, char c) {
 // Skips the four bytes that JSON counts as white space.
 static void skip_space(Parser* p) {
     for (int c = peek(p); c == ' ' || c == '\t' || c == '\n' || c == '\r'; c = peek(p)) p->at++;
+}
+
+// The bytes of the UTF-8 character at s, where at most `capacity` bytes (at least one) may be read; 0 if it is not
+// well-formed (RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF).
+static int utf8_length(const char* s, size_t capacity) {
+    static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};  // by length: smaller values are overlong
+    const unsigned char* b = (const unsigned char*)s;
+    if (b[0] < 0x80) return 1;
+    int n = b[0] >= 0xf0 ? 4 : b[0] >= 0xe0 ? 3 : 2;
+    if (b[0] < 0xc0 || b[0] >= 0xf8 || capacity < (size_t)n) return 0;
+    uint32_t code = b[0] & (0x7fu >> n);
+    for (int i = 1; i < n; i++) {
+        if ((b[i] & 0xc0) != 0x80) return 0;
+        code = code << 6 | (b[i] & 0x3f);
+    }
+    return code < least[n] || (code >= 0xd800 && code < 0xe000) || code > 0x10ffff ? 0 : n;
 }
 
 // Writes a character as UTF-8; returns the number of bytes.
@@ -114,13 +129,12 @@ static bool parse_string(Parser* p, char** text) {
     char* out = *text = (char*)host_alloc(end - p->at + 1);
     while (p->at < end) {
         int bytes = 0;
-        uint32_t code;
         if (take(p, '\\')) {
             if (!parse_escape(p, out, &bytes)) return false;
         } else if (peek(p) < 0x20) {
             return fail(p, p->at, "a control character in a string must be escaped");
         } else {
-            bytes = utf8_read(p->text + p->at, end - p->at, &code);
+            bytes = utf8_length(p->text + p->at, end - p->at);
             if (bytes == 0) return fail(p, p->at, "a string is not UTF-8");
             memcpy(out, p->text + p->at, (size_t)bytes);
             p->at += (size_t)bytes;
@@ -285,8 +299,7 @@ char* json_quote(const char* text) {
     // Copy the characters; escape those that JSON requires to be escaped.
     *o++ = '"';
     for (size_t i = 0; i < length;) {
-        uint32_t code;
-        int c = (unsigned char)text[i], bytes = utf8_read(text + i, length - i, &code);
+        int c = (unsigned char)text[i], bytes = utf8_length(text + i, length - i);
         const char* short_form = c ? strchr(from, c) : NULL;
         if (short_form) {
             *o++ = '\\';

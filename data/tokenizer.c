@@ -1,20 +1,16 @@
-// Tokenizer tables in llm.c's layout. The file's bytes stay in memory, and the tokens point into them. tokenizer.json
-// is read by data/tokenizer_json.c.
+// The file's bytes stay in memory, and the tokens point into them.
 #include "data/tokenizer.h"
 
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 #include <zlib.h>
 
-#include "data/json.h"
 #include "device/check.h"
 #include "device/files.h"
 
-enum { VERSION = 2, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24 };
-static const size_t LIMIT = (size_t)1 << 30, CONFIG_LIMIT = (size_t)1 << 17;  // bytes; usual tables have some MiB
+enum { BYTE_LENGTHS = 2, WORD_LENGTHS = 3, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24 };
 
 // The byte tokenizer: token i is byte i, and 256 is end of text.
 static Tokenizer* open_bytes(void) {
@@ -24,7 +20,7 @@ static Tokenizer* open_bytes(void) {
     t->data = (char*)host_alloc(257);
     t->tokens = (Token*)host_alloc(257 * sizeof(Token));
     for (int i = 0; i < 257; i++) {
-        Token token = {.bytes = t->data + i, .length = i < 256, .id = i};
+        Token token = {.bytes = t->data + i, .length = i < 256};
         t->data[i] = (char)(unsigned char)i;
         t->tokens[i] = token;
     }
@@ -45,8 +41,9 @@ static void check_header(const char* path, const uint32_t header[4]) {
             "--tokenizer: %s: byte 0: magic number %u is not %d: not a tokenizer file; scripts/prepare_text.py writes "
             "one beside the shards",
             path, header[0], TOKENIZER_MAGIC);
-    if (header[1] != VERSION)
-        die(EXIT_FAILED, "--tokenizer: %s: byte 4: version %u, only %d is known", path, header[1], VERSION);
+    if (header[1] != BYTE_LENGTHS && header[1] != WORD_LENGTHS)
+        die(EXIT_FAILED, "--tokenizer: %s: byte 4: version %u, only %d and %d are known", path, header[1], BYTE_LENGTHS,
+            WORD_LENGTHS);
     if (header[2] == 0 || header[2] > MAX_TOKENS)
         die(EXIT_FAILED, "--tokenizer: %s: byte 8: %u tokens; a tokenizer has 1 to %d", path, header[2], MAX_TOKENS);
     if (header[3] >= header[2])
@@ -54,12 +51,11 @@ static void check_header(const char* path, const uint32_t header[4]) {
             header[3], header[2]);
 }
 
-// Reads a table in llm.c's layout.
 static Tokenizer* open_table(const char* path) {
     // The file.
     Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
     size_t size, at = HEADER_BYTES;
-    t->data = read_file(path, LIMIT, &size);
+    t->data = read_file(path, TOKENIZER_LIMIT, &size);
     if (!t->data) die(EXIT_FAILED, "--tokenizer: %s: cannot read: %s", path, file_error(errno));
     if (size < HEADER_BYTES)
         die(EXIT_FAILED, "--tokenizer: %s: byte %zu: the file ends inside the header of %d bytes", path, size,
@@ -73,19 +69,21 @@ static Tokenizer* open_table(const char* path) {
     t->size = (int32_t)header[2];
     t->eot = (int32_t)header[3];
 
-    // The tokens: one length byte and the token's bytes each. A token takes at least one byte, so the file's size, not
-    // the header's count, bounds the allocation.
-    size_t most = (size_t)min_i64(t->size, (int64_t)(size - HEADER_BYTES));
+    // The tokens: a length and the token's bytes each. A token takes at least one byte, so the file's size, not the
+    // header's count, bounds the allocation.
+    const size_t width = header[1] == BYTE_LENGTHS ? 1 : sizeof(uint32_t);
+    size_t most = (size_t)min_i64(t->size, (int64_t)((size - HEADER_BYTES) / width));
     t->tokens = (Token*)host_alloc(most * sizeof(Token));
     for (int32_t id = 0; id < t->size; id++) {
-        size_t length = at < size ? (unsigned char)t->data[at] : 0;
-        if (at >= size || length > size - at - 1)
+        uint32_t length = 0;
+        if (size - at >= width) memcpy(&length, t->data + at, width);
+        if (size - at < width + length)
             die(EXIT_FAILED, "--tokenizer: %s: byte %zu: the file ends inside token %d of %d: it was cut off", path,
                 size, id, t->size);
         // End of text has a name in the file, but it decodes to no text.
-        Token token = {.bytes = t->data + at + 1, .length = id == t->eot ? 0 : (int32_t)length, .id = id};
+        Token token = {.bytes = t->data + at + width, .length = id == t->eot ? 0 : (int32_t)length};
         t->tokens[id] = token;
-        at += 1 + length;
+        at += width + length;
     }
 
     // Nothing may follow.
@@ -95,53 +93,25 @@ static Tokenizer* open_table(const char* path) {
     return t;
 }
 
-// True if the path ends with `end`.
-static bool ends_with(const char* path, const char* end) {
-    size_t length = strlen(path), n = strlen(end);
-    return length >= n && strcmp(path + length - n, end) == 0;
-}
-
-// Replaces a table by the tokenizer.json of the same name, if that exists. Both must have the same tokens.
-static Tokenizer* open_beside(Tokenizer* table, const char* path) {
-    // x.json next to x.bin.
-    if (!ends_with(path, ".bin")) return table;
-    Path json_path = path_of("%.*s.json", (int)(strlen(path) - strlen(".bin")), path);
-    if (access(json_path.text, F_OK) != 0 && errno == ENOENT) return table;
-    // It must have the table's tokens.
-    Tokenizer* t = tokenizer_read_json(json_path.text, table->eot);
-    char* differs = tokenizer_difference(table, t);
-    if (differs)
-        die(EXIT_FAILED, "--tokenizer: %s and %s beside it must be of one tokenizer: %s", path, json_path.text,
-            differs);
-
-    // tokenizer.json also has the bytes of tokens that are too long for a table.
-    tokenizer_close(table);
-    return t;
-}
-
-// Reads a tokenizer.json. That of a model's folder has its end of text in config.json, the first of several.
-static Tokenizer* open_json(const char* path) {
-    const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
-    Path config = path_of("%.*sconfig.json", (int)(name - path), path);
-    size_t size;
-    char* text = strcmp(name, "tokenizer.json") == 0 ? read_file(config.text, CONFIG_LIMIT, &size) : NULL;
-    Json* json = text ? json_parse(text, size, NULL, 0) : NULL;
-    const Json* eot = json_get(json, "eos_token_id");
-    if (eot && eot->type == JSON_ARRAY) eot = eot->child;
-    Tokenizer* t = tokenizer_read_json(path, eot && eot->type == JSON_NUMBER ? (int32_t)eot->integer : -1);
-    if (t->eot >= t->size)
-        die(EXIT_FAILED, "--tokenizer: %s has %d tokens, but end of text has id %d in %s", path, t->size, t->eot,
-            config.text);
-    json_free(json);
-    free(text);
-    return t;
-}
-
 Tokenizer* tokenizer_open(const char* path) {
-    return !path                      ? open_nothing()
-           : path[0] == 0             ? open_bytes()
-           : ends_with(path, ".json") ? open_json(path)
-                                      : open_beside(open_table(path), path);
+    const char* end = path ? strrchr(path, '.') : NULL;
+    if (end && strcmp(end, ".json") == 0)
+        die(EXIT_USAGE,
+            "--tokenizer: %s is for transformers; train_moe reads the .bin of the same name, --tokenizer '%.*s.bin', "
+            "which "
+            "this makes: python3 scripts/tokenizer_json.py '%s'",
+            path, (int)(end - path), path, path);
+    return !path ? open_nothing() : path[0] == 0 ? open_bytes() : open_table(path);
+}
+
+Path tokenizer_of_folder(const char* option, const char* folder) {
+    Path table = path_of("%s/tokenizer.bin", folder), none = {""};
+    if (access(table.text, F_OK) == 0) return table;
+    if (access(path_of("%s/tokenizer.json", folder).text, F_OK) == 0)
+        die(EXIT_USAGE,
+            "--%s: %s has a tokenizer.json and no tokenizer.bin; this makes it: python3 scripts/tokenizer_json.py '%s'",
+            option, folder, folder);
+    return none;
 }
 
 void tokenizer_close(Tokenizer* tokenizer) {
@@ -154,13 +124,13 @@ void tokenizer_close(Tokenizer* tokenizer) {
 int32_t tokenizer_size(const Tokenizer* tokenizer) { return tokenizer->size; }
 int32_t tokenizer_eot(const Tokenizer* tokenizer) { return tokenizer->eot; }
 
-// The bytes that a table has of a token: none where there are more than 255.
-static Bytef table_length(const Token* token) { return (Bytef)(token->length > 255 ? 0 : token->length); }
+// The length that counts: version 2 has none of more than 255 bytes.
+static Bytef hashed_length(const Token* token) { return (Bytef)(token->length > 255 ? 0 : token->length); }
 
 uint32_t tokenizer_hash(const Tokenizer* tokenizer) {
     uLong crc = 0;
     for (int32_t id = 0; id < tokenizer->size; id++) {
-        const Bytef length = table_length(&tokenizer->tokens[id]);
+        const Bytef length = hashed_length(&tokenizer->tokens[id]);
         crc = crc32(crc, &length, 1);
         if (length) crc = crc32(crc, (const Bytef*)tokenizer->tokens[id].bytes, length);
     }
@@ -171,15 +141,15 @@ char* tokenizer_difference(const Tokenizer* a, const Tokenizer* b) {
     if (a->size != b->size) return host_format("%d tokens, not %d", a->size, b->size);
     if (a->eot != b->eot) return host_format("end of text is token %d, not %d", a->eot, b->eot);
     for (int32_t id = 0; id < a->size; id++) {
-        const Bytef length = table_length(&a->tokens[id]);
-        if (length != table_length(&b->tokens[id]) || memcmp(a->tokens[id].bytes, b->tokens[id].bytes, length) != 0)
+        const Bytef length = hashed_length(&a->tokens[id]);
+        if (length != hashed_length(&b->tokens[id]) || memcmp(a->tokens[id].bytes, b->tokens[id].bytes, length) != 0)
             return host_format("the bytes of token %d differ", id);
     }
     return NULL;
 }
 
 const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length) {
-    bool known = id >= 0 && id < tokenizer->size;
-    *length = known ? tokenizer->tokens[id].length : 0;
-    return known ? tokenizer->tokens[id].bytes : NULL;
+    const Token* token = id >= 0 && id < tokenizer->size ? &tokenizer->tokens[id] : NULL;
+    *length = token ? token->length : 0;
+    return *length || (token && id == tokenizer->eot) ? token->bytes : NULL;
 }

@@ -94,7 +94,7 @@ static int distance(const char* a, const char* b) {
     return row[n];
 }
 
-// Names of nanoGPT, llm.c, transformers, Megatron-LM, torchtitan and LitGPT, and what replaces them.
+// Names of nanoGPT, llm.c, transformers, Megatron-LM, torchtitan, LitGPT and train_moe 0.1.0, and what replaces them.
 static const char* const others[][2] = {
     {"model", "config|model-name|preset"},
     {"layers", "num-layers|n-layer|num-hidden-layers|depth"},
@@ -104,6 +104,7 @@ static const char* const others[][2] = {
     {"expert-ffn", "moe-intermediate-size|moe-ffn-hidden-size"},
     {"experts", "num-experts|n-routed-experts"},
     {"top-k", "moe-router-topk|num-experts-per-tok"},
+    {"yarn", "rope-scaling|yarn-factor|yarn-mscale|yarn-original-len"},
     {"init", "init-from|pretrained|finetune|load"},
     {"init-moments", "load-optimizer|load-optim|keep-moments"},
     {"sample", "generate"},
@@ -130,6 +131,7 @@ static const char* const others[][2] = {
     {"beta1", "adam-beta1"},
     {"beta2", "adam-beta2"},
     {"clip", "grad-clip|clip-grad|max-grad-norm|gradient-clipping"},
+    {"mtp-weight", "mtp-weight-end|mtp-switch"},
     {"ep", "expert-parallel|expert-parallel-size|expert-model-parallel-size|expert-parallel-degree"},
     {"shard", "fsdp|zero-stage"},
     {"precision", "dtype|bf16|fp8|mixed-precision"},
@@ -148,7 +150,7 @@ static NORETURN void unknown_option(const Option* table, int count, const char* 
     int least = (int)strlen(name) / 3 + 1;
     for (int i = 0; i < count; i++) {
         const int apart = distance(table[i].name, dashed);
-        if (apart >= least) continue;
+        if (apart >= least || !table[i].help) continue;
         least = apart;
         hint = table[i].name;
     }
@@ -170,7 +172,7 @@ void options_parse(const Option* table, int count, void* values, char* given, in
         size_t length = strcspn(word + 2, "=");
         char* name = host_format("%.*s", (int)length, word + 2);
         int found = 0;
-        while (found < count && strcmp(table[found].name, name) != 0) found++;
+        while (found < count && (!table[found].help || strcmp(table[found].name, name) != 0)) found++;
         if (found == count) unknown_option(table, count, name);
         const Option* o = &table[found];
         free(name);
@@ -245,7 +247,7 @@ void options_help(const Option* table, int count, const char* program, bool all)
     for (int i = 0; i < count; i++) {
         const Option* o = &table[i];
         if (strcmp(o->group, first->group) != 0) first = o;
-        if (!all && !o->common) continue;
+        if (!o->help || (!all && !o->common)) continue;
         if (!shown || strcmp(o->group, shown->group) != 0) printf("\n%s\n", o->group);
         shown = o;
         char* usage = host_format("--%s %s", o->name, o->choices ? o->choices : kinds[o->type]);

@@ -37,8 +37,8 @@ typedef struct Option {
     double min, max;      // INT and FLOAT: allowed range, both ends included
     const char* choices;  // CHOICE: "a|b|c"
     OptionScope scope;
-    bool common;  // most runs need it: --help prints it
-    const char* help;
+    bool common;       // most runs need it: --help prints it
+    const char* help;  // NULL: no option of the command line, only a member of the record
 } Option;
 
 // Writes the defaults into `values`, whose texts must be NULL or allocated. Options without a default stay unchanged.

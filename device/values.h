@@ -23,8 +23,8 @@ static inline float half_value(uint16_t h) {
     return h & 0x8000 ? -magnitude : magnitude;
 }
 
-// e4m3: sign, 4 exponent bits with bias 7, 3 mantissa bits, no Inf; S.1111.111 is NaN. The exponent bias of a float32 is
-// larger by 120; subnormal numbers are subnormal there too.
+// e4m3: sign, 4 exponent bits with bias 7, 3 mantissa bits, no Inf; S.1111.111 is NaN. The exponent bias of a float32
+// is larger by 120; subnormal numbers are subnormal there too.
 static inline float e4m3_value(uint8_t q) {
     const float magnitude = (q & 0x7f) == 0x7f ? NAN : float_of_bits((uint32_t)(q & 0x7f) << 20) * 0x1p120f;
     return q & 0x80 ? -magnitude : magnitude;

@@ -8,7 +8,7 @@ static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt,
     real* master = buffer->master;
     const real* grad = buffer->rounded ? buffer->rounded : buffer->grad;
     // Scalars that are the same for every element.
-    real scale = (real)state->grad_scale, b1 = opt->beta1, b2 = opt->beta2, lr = opt->lr, eps = opt->eps;
+    real scale = (real)state->grad_scale, b1 = opt->beta1, b2 = opt->beta2, lr = opt->lr;
     real fix1 = (real)(1 / state->correction1), fix2 = (real)(1 / state->correction2);
 #pragma omp parallel for simd schedule(static, BLOCK)
     for (int64_t i = 0; i < buffer->n; i++) {
@@ -19,7 +19,7 @@ static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt,
         v = b2 * v + (1 - b2) * g * g;
         set_moment(buffer->m, bf16, i, m);
         set_moment(buffer->v, bf16, i, v);
-        master[i] -= lr * (m * fix1 / (sqrt(v * fix2) + eps) + decay * master[i]);
+        master[i] -= lr * (m * fix1 / (sqrt(v * fix2) + ADAMW_EPS) + decay * master[i]);
         weight[i] = master[i];
     }
 }

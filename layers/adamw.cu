@@ -29,7 +29,7 @@ static __global__ void __launch_bounds__(LIST_THREADS, 4)
         float gj = scale * g[j], decay = i + j < buffer.n_decay ? opt.weight_decay : 0;
         m1[j] = opt.beta1 * m1[j] + (1 - opt.beta1) * gj;
         v1[j] = opt.beta2 * v1[j] + (1 - opt.beta2) * gj * gj;
-        p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
+        p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + ADAMW_EPS) + decay * p[j]);
     }
 
     // Store everything.

@@ -21,14 +21,16 @@
 //
 //   m is constant where |g - m| <= h |m| / (1 - b1)
 //     b1 = 0.9     4 %, where g varies by more than m from step to step anyway
-//     b1 = 0.98    20 %; the run prints a warning above it, also for Muon's momentum
+//     b1 = 0.98    20 %; the run prints a warning above it
 #pragma once
 
 #include "layers/step.h"
 
+#define ADAMW_EPS 1e-8f  // as in Adam (Kingma & Ba 2014, arXiv 1412.6980)
+
 // Per-step hyperparameters, also in device memory. The host writes them before the step, above all lr.
 typedef struct AdamW {
-    float lr, beta1, beta2, eps, weight_decay, clip;  // clip: largest gradient norm, 0 for none
+    float lr, beta1, beta2, weight_decay, clip;  // clip: largest gradient norm, 0 for none
 } AdamW;
 
 // A flat buffer of n parameters, with their master weights, moments and gradients.
@@ -46,7 +48,7 @@ typedef struct AdamWBuffer {
 //   g = grad_scale * grad
 //   m = b1 m + (1 - b1) g
 //   v = b2 v + (1 - b2) g^2
-//   master -= lr * ((m / correction1) / (sqrt(v / correction2) + eps) + decay * master)
+//   master -= lr * ((m / correction1) / (sqrt(v / correction2) + ADAMW_EPS) + decay * master)
 //   weight = round(master)
 //
 // The two are stored as masters_upload does (device/device.h). weight may be master where floatX is real. If bf16 is 1,

@@ -2,9 +2,9 @@
 
 #include "device/cpu.h"
 
-void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* opt, const StepState* state, Ctx* ctx) {
+void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const StepState* state, Ctx* ctx) {
     if (!state->ok) return;
-    const real scale = (real)state->grad_scale, momentum = (real)opt->momentum;
+    const real scale = (real)state->grad_scale, momentum = MUON_MOMENTUM;
     for (int k = 0; k < count; k++) {
         const MuonBuffer* b = &buffers[k];
         const real* grad = b->rounded ? b->rounded : b->grad;

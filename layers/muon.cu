@@ -17,11 +17,11 @@ enum { THREADS = LIST_THREADS, CHUNK = 32768, MOST = 32768 };
 
 template <typename Momentum>
 static __global__ void __launch_bounds__(THREADS)
-    muon_momentum_kernel(const __grid_constant__ BufferList<MuonBuffer> list, const Muon* opt, const StepState* state) {
+    muon_momentum_kernel(const __grid_constant__ BufferList<MuonBuffer> list, const StepState* state) {
     const auto [buffer, i] = list_place(list);
     wait_for_previous();
     if (i >= buffer.n || !state->ok) return;
-    const float scale = (float)state->grad_scale, momentum = opt->momentum;
+    const float scale = (float)state->grad_scale, momentum = MUON_MOMENTUM;
     Momentum* m = (Momentum*)buffer.m;
     float g[8], m1[8], u[8];
     load(m1, m + i);
@@ -35,10 +35,10 @@ static __global__ void __launch_bounds__(THREADS)
     store(buffer.x + i, u);
 }
 
-void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* opt, const StepState* state, Ctx* ctx) {
+void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const StepState* state, Ctx* ctx) {
     for (int b = 0; b < count; b++)
         ASSERT(wide(buffers[b].n, buffers[b].x, buffers[b].m, buffers[b].grad, buffers[b].rounded));
-    launch_list(bf16 ? muon_momentum_kernel<floatX> : muon_momentum_kernel<float>, buffers, count, ctx, opt, state);
+    launch_list(bf16 ? muon_momentum_kernel<floatX> : muon_momentum_kernel<float>, buffers, count, ctx, state);
 }
 
 // squares[matrix][chunk] = sum of squares; grid (chunks, matrices).

@@ -2,16 +2,17 @@
 // variant of Moonlight (arXiv 2502.16982, section 2.2). Its updates have the size of AdamW's, so it uses AdamW's
 // learning rates and weight decay. For each matrix (rows, columns):
 //
-//   m = momentum m + g,   u = g + momentum m                     muon_momentum; Nesterov, g = grad_scale * grad
+//   m = MUON_MOMENTUM m + g,   u = g + MUON_MOMENTUM m           muon_momentum; Nesterov, g = grad_scale * grad
 //   X = u / (||u||_F + MUON_EPS)                                 muon_orthogonalize
 //   MUON_STEPS times:  A = X X^T,   X = a X + (b A + c A A) X    Newton-Schulz; with X^T X if columns < rows
 //   X = 0.2 sqrt(max(rows, columns)) X
 //   w = w - lr (X + weight_decay w)                              muon_update
 //
-// For experts the lines after the first may wait for every Nth step, with N lr in the place of lr (--muon-expert-steps).
+// For experts the lines after the first may wait for every Nth step, with N lr in the place of lr
+// (--muon-expert-steps).
 //
 // The iteration moves all singular values of X close to 1: those from 0.01 on to 0.68 .. 1.14. A singular value of 0
-// stays 0. An expert without tokens has g = 0: its momentum shrinks by `momentum` per step, and its update keeps its
+// stays 0. An expert without tokens has g = 0: its momentum shrinks by MUON_MOMENTUM per step, and its update keeps its
 // direction and size. A matrix of zeros has the update 0.
 //
 // GEMMs are bf16 with float32 accumulation in the CUDA build, and real on the CPU. Workspace: at most
@@ -20,6 +21,7 @@
 
 #include "layers/step.h"
 
+#define MUON_MOMENTUM 0.95f  // K. Jordan's
 enum { MUON_STEPS = 5 };
 #define MUON_EPS 1e-7
 #define MUON_A 3.4445
@@ -28,7 +30,7 @@ enum { MUON_STEPS = 5 };
 
 // Per-step hyperparameters, in device memory (as AdamW).
 typedef struct Muon {
-    float lr, momentum, weight_decay;
+    float lr, weight_decay;
 } Muon;
 
 // A flat buffer of n elements, with its momentum, gradient and weights.
@@ -44,7 +46,7 @@ typedef struct MuonBuffer {
 
 // x = u, and the new m, of each buffer. If bf16 is 1, m is bf16. If state->ok is 0, m stays unchanged and x is
 // undefined. On the GPU n is a multiple of 8.
-void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* opt, const StepState* state, Ctx* ctx);
+void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const StepState* state, Ctx* ctx);
 
 // Orthogonalizes x (count, rows, columns) in place, matrix by matrix. `work` has muon_work elements. On the GPU rows
 // and columns are multiples of 8.

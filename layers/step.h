@@ -12,26 +12,24 @@
 
 #include "device/device.h"
 
-enum { MTP_MAX = 4 };  // MTP modules at most (multi-token prediction, model/model.h)
-
 // The state of a step, in device memory. The fields up to `stop` are contiguous, so that one all-reduce over the ranks
 // sums them.
 typedef struct StepState {
-    double loss_sum;          // sum of token losses so far, nats
-    double mtp_sum[MTP_MAX];  // the same of each MTP module
-    double grad_sq;           // sum of squares of the gradient so far
-    double stop;              // not 0: a rank received a request to stop
-    double loss;              // loss_sum / tokens, set by step_decide
-    double grad_norm;         // sqrt(grad_sq), before clipping
-    double grad_scale;        // min(1, clip / grad_norm), or 1 where clip is 0
-    double correction1;       // 1 - beta1^updates
-    double correction2;       // 1 - beta2^updates
-    int64_t updates;          // updates applied so far, this one included; saved in checkpoints
-    int32_t ok;               // 1: the loss is finite, and the square of the clipped gradient norm is in float32
-    int32_t bad_in_a_row;     // steps in a row that were not
-    real max_logit;           // largest attention logit of the step, of all layers
+    double loss_sum;       // sum of token losses so far, nats
+    double mtp_sum;        // the same of the MTP module (multi-token prediction, model/model.h)
+    double grad_sq;        // sum of squares of the gradient so far
+    double stop;           // not 0: a rank received a request to stop
+    double loss;           // loss_sum / tokens, set by step_decide
+    double grad_norm;      // sqrt(grad_sq), before clipping
+    double grad_scale;     // min(1, clip / grad_norm), or 1 where clip is 0
+    double correction1;    // 1 - beta1^updates
+    double correction2;    // 1 - beta2^updates
+    int64_t updates;       // updates applied so far, this one included; saved in checkpoints
+    int32_t ok;            // 1: the loss is finite, and the square of the clipped gradient norm is in float32
+    int32_t bad_in_a_row;  // steps in a row that were not
+    real max_logit;        // largest attention logit of the step, of all layers
 } StepState;
-enum { STEP_SUMS = 3 + MTP_MAX };  // doubles from loss_sum on that are summed over the ranks
+enum { STEP_SUMS = 4 };  // doubles from loss_sum on that are summed over the ranks
 
 typedef struct AdamW AdamW;  // layers/adamw.h
 
@@ -47,8 +45,7 @@ size_t step_workspace(int64_t n);
 
 // The start of a step, the same code in both builds.
 static inline BOTH_SIDES void step_begin_now(StepState* s) {
-    s->loss_sum = s->grad_sq = s->stop = 0;
-    for (int k = 0; k < MTP_MAX; k++) s->mtp_sum[k] = 0;
+    s->loss_sum = s->mtp_sum = s->grad_sq = s->stop = 0;
     s->max_logit = -INFINITY;
 }
 

@@ -6,39 +6,15 @@
 //   dgrad    dx = dy W
 //   wgrad    dW = dy^T x, or +=
 //
-// A weight has two formats (linear/format.h): that of the operands of forward and dgrad, and that of the operands of
-// wgrad. Where a format is not floatX, each operand is quantized first, in blocks along the contraction:
-//
-//   forward  y  = Q(x) Q(W)^T     dgrad  dx = Q(dy) Q(W)     wgrad  dW = Q(dy)^T Q(x)
-//
-// A weight is quantized once after each update. linear_ quantizes x and dy just before the GEMM, into a workspace that
-// all GEMMs share. The rows of grouped_ come quantized if format_of_rows has their format; else grouped_ rounds them.
-// dy has random numbers, for formats that round it stochastically.
+// A weight may have a format, in which the operands of its products are quantized first (linear/quantized.h).
 #pragma once
 
+#include "grouped/experts.h"
 #include "linear/rows.h"
 
-// The workspace that all quantized GEMMs of a model share.
-typedef struct GemmWorkspace {
-    int64_t inputs;                // the widest x or dy
-    int64_t of_dy, of_x;           // quantized wgrad: the columns of all operands that are quantized together
-    const Format *format, *wgrad;  // of the weights of linear_; NULL: floatX
-    Rows input;                    // x or dy, quantized
-    Rows dy, x;                    // quantized wgrad: operands, quantized along the tokens
-    int64_t dy_used;               // columns of `dy` that hold a gradient for the next linear_wgrads
-    struct Batch* batches;         // in device memory
-    uint64_t key;                  // of the step's random numbers
-    int64_t before;                // batches of the step, on all ranks, before the next linear_batch
-    int batch;                     // the current one
-} GemmWorkspace;
+typedef struct GemmWorkspace GemmWorkspace;
 
-// The operands that --mx-stats measures: x, dy, and W as forward reads it.
-enum { STATS_X, STATS_DY, STATS_W, WEIGHT_STATS };
-
-// Streams of random numbers for a weight's dy. In dgrad each matrix has one, over all ranks; in wgrad another one.
-enum { WEIGHT_STREAMS = 1 << 12 };
-
-// A quantized copy of a weight, as values or packed.
+// A quantized copy of a weight, as values or packed. A weight's two packed copies share the scales of `forward`.
 typedef struct WeightCopy {
     floatX* value;
     Packed packed;
@@ -56,21 +32,7 @@ typedef struct Weight {
     WeightCopy forward, back;  // if W is quantized: as forward reads it, and transposed, (count, IC, OC), as dgrad does
     GemmWorkspace* workspace;
     uint32_t stream;  // of the random numbers of its first matrix: a multiple of 2 WEIGHT_STREAMS, and its number
-    QuantizationStats* stats;  // (WEIGHT_STATS) += statistics of each quantized operand; NULL: not measured
 } Weight;
-
-// Registers a weight's quantized copies in `arena`. linear_plan follows after all weights (linear 1: a weight of
-// linear_). It registers the shared workspace for GEMMs of up to N tokens, and the token counts of `batches` batches.
-void weight_plan(Arena* arena, Weight* weight, int linear);
-void linear_plan(Arena* arena, GemmWorkspace* workspace, int64_t N, int batches);
-
-// Before the GEMMs: weight_quantize quantizes a weight whose w has changed; linear_batch sets the token count N of a
-// batch, and the random numbers of its gradients. workspace->batch is the current batch.
-void weight_quantize(Weight* weight, Ctx* ctx);
-void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx);
-// If weight->stats: += the statistics of x (rows, columns), quantized to `format` as `operand`.
-void weight_measure(const Weight* weight, int operand, const Format* format, const floatX* x, int64_t rows,
-                    int64_t columns, Ctx* ctx);
 
 // One product in backward. dy must not change from linear_dgrad to linear_wgrads, which may read what linear_dgrad has
 // quantized.
@@ -109,5 +71,3 @@ Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, Expert
 // dW = dy^T x over the rows of each expert. An operand by token is permuted first, or gathered. `memory` of dy and of
 // x: buffers for an operand that is permuted or changes its form. Values are rounded in place.
 void grouped_wgrad(const Weight* weight, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged ragged, Ctx* ctx);
-// Rows of a buffer for an operand of wgrad, which may have more than the ragged rows.
-int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backend backend);

@@ -1,29 +1,40 @@
-// Rows: a matrix (count, columns) in floatX, or in a quantized format (linear/format.h). The format is a field of the
+// Rows: a matrix (count, columns) in floatX, or in a quantized format (mx/format.h). The format is a field of the
 // tensor. GEMMs, permutation and communication read it, so the code between them is the same for every precision.
 #pragma once
 
 #include "device/arena.h"
-#include "linear/format.h"
+#include "mx/format.h"
+
+// Values are in `value`, in floatX or rounded to a format; packed rows are in `bytes`. By token: a row for each token,
+// else sorted by expert (grouped/permute.h). By column: packed for wgrad, along the tokens.
+typedef enum { ROWS_VALUES, ROWS_VALUES_BY_TOKEN, ROWS_PACKED, ROWS_PACKED_BY_TOKEN, ROWS_PACKED_BY_COLUMN } RowsForm;
 
 typedef struct Rows {
     int64_t count, columns;
     const Format* format;  // NULL: floatX
-    int32_t packed;        // 1: the data is in `bytes`, 0: in `value`
-    int32_t by_token;      // 1: a row for each token, 0: sorted by expert (grouped/permute.h)
-    int32_t by_column;     // 1: packed for wgrad, along the tokens (linear/packed.h)
+    RowsForm form;
     floatX* value;
     Packed bytes;
 } Rows;
 
+static inline int is_packed(Rows rows) { return rows.form >= ROWS_PACKED; }
+static inline int is_by_token(Rows rows) {
+    return rows.form == ROWS_VALUES_BY_TOKEN || rows.form == ROWS_PACKED_BY_TOKEN;
+}
+static inline RowsForm rows_form(int packed, int by_token) {
+    if (packed) return by_token ? ROWS_PACKED_BY_TOKEN : ROWS_PACKED;
+    return by_token ? ROWS_VALUES_BY_TOKEN : ROWS_VALUES;
+}
+
 static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t columns) {
-    Rows rows = {count, columns, NULL, 0, 0, 0, (floatX*)x, {NULL, NULL}};
+    Rows rows = {count, columns, NULL, ROWS_VALUES, (floatX*)x, {NULL, NULL}};
     return rows;
 }
 
 // The same rows, now packed in `format`.
 static inline Rows rows_packed(Rows rows, const Format* format) {
     rows.format = format;
-    rows.packed = 1;
+    rows.form = ROWS_PACKED;
     return rows;
 }
 

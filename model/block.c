@@ -1,4 +1,4 @@
-// Weights and gradients of a unit, and rotary positions: for blocks, MTP modules and passes.
+// Weights and gradients of a unit, and rotary positions: for blocks, the MTP module and passes.
 #include "model/block.h"
 
 Unit* unit_begin(Model* m, int unit, int next) {
@@ -7,12 +7,8 @@ Unit* unit_begin(Model* m, int unit, int next) {
     weights_get(m->sharding, unit, m->ctx);
     weights_start(m->sharding, next);
     // Quantized copies are made once for each version of the weights.
-    for (int i = 0; i < PARAMS; i++) {
-        if (u->at[i] < 0) continue;
-        Weight* w = &u->w[i];
-        w->stats = m->step.measures && u->layer >= 0 ? m->step.stats + u->layer * BLOCK_STATS + i * WEIGHT_STATS : NULL;
-        if (u->version != weights_version(m->sharding)) weight_quantize(w, m->ctx);
-    }
+    for (int i = 0; i < PARAMS && u->version != weights_version(m->sharding); i++)
+        if (u->at[i] >= 0) weight_quantize(&u->w[i], m->ctx);
     u->version = weights_version(m->sharding);
     return u;
 }

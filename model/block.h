@@ -1,4 +1,4 @@
-// The parts of a pass (model/passes.c): units, blocks and MTP modules.
+// The parts of a pass (model/passes.c): units, blocks and the MTP module.
 #pragma once
 
 #include "model/model.h"
@@ -13,13 +13,14 @@ void unit_grads_begin(Model* model, int unit);
 void unit_grads_end(Model* model, int unit, int last_micro_step);
 
 // A block: forward writes work.out; backward turns work.dx, the gradient after the block, into the gradient before it.
-// An output: the head's input of the main model (0) or MTP module k; backward writes work.dx. An MTP module (model/mtp.c).
+// An output: the head's input of the main model (0) or the MTP module (1); backward writes work.dx. The MTP module
+// (model/mtp.c).
 void block_forward(Model* model, const Unit* unit, int train);
 void block_backward(Model* model, const Unit* unit, float aux);
 void output_forward(Model* model, int k, const Unit* unit);
 void output_backward(Model* model, int k, const Unit* unit);
-void module_forward(Model* model, int k);
-void module_backward(Model* model, int k, float aux, int last_micro_step);
+void module_forward(Model* model);
+void module_backward(Model* model, float aux, int last_micro_step);
 
 MoeWeights model_moe_weights(const Model* model, const Unit* unit);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);

@@ -52,7 +52,7 @@ static void mlp_backward(Model* m, const Unit* u, float aux) {
     BlockSaved* block = &m->blocks[u->layer];
     Workspace* work = &m->work;
     const int64_t N = m->shapes.N;
-    // A MoE block, or an MTP module.
+    // A MoE block, or the MTP module.
     if (u->kind != UNIT_DENSE) {
         moe_backward(work->dnorm, work->dx, block->norm2, model_moe_weights(m, u), &block->moe, aux, m->shapes.moe,
                      m->dispatch, m->pool, m->ctx);

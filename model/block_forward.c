@@ -3,7 +3,7 @@
 #include "layers/swiglu.h"
 #include "model/block.h"
 
-// eps of the latents' norms, whatever --rms-norm-eps: DeepSeek's code and transformers' have it so.
+// eps of the latents' norms, whatever the model's rms_norm_eps: DeepSeek's code and transformers' have it so.
 static const double LATENT_EPS = 1e-6;
 
 // out = attention(norm1)

@@ -91,7 +91,7 @@ char* hub_end_of_text(int32_t end_of_text) {
 char* hub_config(const Settings* s, int32_t end_of_text) {
     const ModelConfig* c = &s->model;
     const int v3 = c->score == SCORE_SIGMOID;
-    const int has_router = c->dense_layers < config_blocks(c);  // of a block or of an MTP module
+    const int has_router = c->dense_layers < config_blocks(c);  // of a block or of the MTP module
     const int selects_with_bias = v3 || (has_router && s->balance != BALANCE_NONE);
     const char* why = hub_misfit(s);
     // The model type, which decides who can read the file.
@@ -210,10 +210,6 @@ static void read_rope(const ConfigFile* file, ModelConfig* c) {
     if (scaling && scaling->type != JSON_OBJECT)
         refuse(file, older ? "rope_scaling" : "rope_parameters", "is neither an object nor null");
     c->rope_theta = number_or(file, scaling, "rope_theta", number_or(file, file->json, "rope_theta", 10000));
-    // Values that --yarn 0 ignores, but that are in their ranges.
-    c->yarn_factor = 40;
-    c->yarn_mscale = 1;
-    c->yarn_original_len = 4096;
     const char *type = text_or_null(file, scaling, "rope_type"),
                *kind = type ? type : text_or_null(file, scaling, "type");
     if (!kind || strcmp(kind, "default") == 0) return;
@@ -234,7 +230,7 @@ static void read_rope(const ConfigFile* file, ModelConfig* c) {
 }
 
 // How tokens select experts. `own`: the type is train_moe, where both scores may have a selection bias. Where all
-// blocks are dense, MTP modules alone may have one.
+// blocks are dense, the MTP module alone may have one.
 static void read_routing(const ConfigFile* file, ModelConfig* c, int v3, int own) {
     const char *scoring = text_or_null(file, file->json, "scoring_func"),
                *method = text_or_null(file, file->json, "topk_method");
@@ -295,7 +291,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
                "is neither deepseek_v3 nor deepseek_v2, and \"architectures\" begins with no class of theirs");
 
     // Sizes.
-    ModelConfig c = {.L = 0};
+    ModelConfig c = settings_presets[0].model;  // with the values of --yarn 1, which the file may lack
     for (int i = 0; i < SIZES; i++) {
         const Json* found = member(json, sizes[i].key);
         if (!found && sizes[i].absent < 0) refuse(&file, sizes[i].key, "is missing");
@@ -336,6 +332,13 @@ int64_t hub_length(const char* folder) {
     json_free(manifest);
     json_free(config);
     return length;
+}
+
+int64_t hub_end_of_text_id(const char* folder) {
+    Json* config = read_json(folder, "config.json", CONFIG_LIMIT, NULL, 0);
+    const int64_t id = json_int(config, "eos_token_id", -1);
+    json_free(config);
+    return id;
 }
 
 int64_t hub_tokenizer(const char* folder) {

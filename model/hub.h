@@ -22,3 +22,5 @@ ModelConfig hub_read_config(const char* option, const char* folder);
 int64_t hub_length(const char* folder);
 // The tokenizer_hash (data/tokenizer.h) of its training, from a run's manifest; 0: not known.
 int64_t hub_tokenizer(const char* folder);
+// The eos_token_id of its config.json, -1 where that is no number.
+int64_t hub_end_of_text_id(const char* folder);

@@ -2,7 +2,6 @@
 // fit, other options are tried.
 #include "model/memory.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -68,43 +67,36 @@ static size_t memory_planned(const Model* m, Backend build) {
     return bytes;
 }
 
-// The same of a plan that allocates no device memory, and the predicted seconds of a step.
-static size_t memory_needed(const Settings* s, int rank, Backend build, double* seconds) {
+// The same of a plan that allocates no device memory.
+static size_t memory_needed(const Settings* s, int rank, Backend build) {
     Model m;
-    double t[TIMES];
     model_plan(&m, s, rank, build);
     const size_t bytes = memory_planned(&m, build);
-    *seconds = predict_step(t, &m);
     model_plan_free(&m);
     return bytes;
 }
 
-// A run to come: not one that goes on, not the use of a model.
-static bool is_new_run(const Settings* s) { return !s->resume && !*s->sample && !*s->evaluate; }
+// A run without a checkpoint that sets its moments and its tokens a step. The use of a model has neither.
+static bool is_new_run(const Settings* s) { return !s->steps_before && !*s->sample && !*s->evaluate; }
 
-// Looks for the cheapest change of the settings that fits. A level of --recompute and half of the batch count as one
-// change each. The fastest of equally many is taken, with any --shard and with any --ep within a host of 8 GPUs. The
-// last resort is --moments bf16, because it is for all of a run.
-static bool find_fitting(Settings* found, const Settings* s, int rank, size_t available, Backend build) {
+// The first settings that are allowed and fit. Options of inner loops change first. All combinations are tried, because
+// a single change may need more memory. The moments are last: a run keeps them to its end.
+static bool find_fitting(Settings* o, const Settings* s, int rank, size_t available, Backend build) {
     const int64_t last_shard = max_i64(s->shard, s->ranks > 1 ? SHARD_WEIGHTS : 0),
                   last_moments = is_new_run(s) || s->moments;
-    Settings o = *s;
-    double best = INFINITY, seconds;
-    for (; o.moments <= last_moments && best == INFINITY; o.moments++)
-        for (int64_t changes = 0; changes < 64 && best == INFINITY; changes++)
-            for (o.recompute = s->recompute; o.recompute <= RECOMPUTE_BLOCK; o.recompute++) {
-                const int64_t halves = changes - (o.recompute - s->recompute);
-                o.batch = halves < 0 ? 0 : s->batch >> halves;
-                if (!o.batch || o.tokens_per_step % settings_micro_tokens(&o)) continue;
-                for (o.ep = s->ep; o.ep == s->ep || o.ep <= 8; o.ep *= 2)
-                    for (o.shard = s->shard; o.shard <= last_shard; o.shard++) {
-                        if (o.ranks % o.ep || o.model.E % o.ep) continue;
-                        if (memory_needed(&o, rank, build, &seconds) > available || seconds >= best) continue;
-                        *found = o;
-                        best = seconds;
+    const int64_t last_ep = min_i64(s->ranks, DISPATCH_MAX_RANKS);
+    *o = *s;
+    for (; o->moments <= last_moments; o->moments++)
+        for (o->ep = s->ep; o->ep <= last_ep; o->ep *= 2)
+            for (o->batch = s->batch; o->batch > 0; o->batch /= 2)
+                for (o->recompute = s->recompute; o->recompute <= RECOMPUTE_BLOCK; o->recompute++)
+                    for (o->shard = s->shard; o->shard <= last_shard; o->shard++) {
+                        char* refusal = settings_refusal(o);
+                        const bool fits = !refusal && memory_needed(o, rank, build) <= available;
+                        free(refusal);
+                        if (fits) return true;
                     }
-            }
-    return best < INFINITY;
+    return false;
 }
 
 // The options that would fit, as on the command line, or that none does, in fresh memory. Without --tokens-per-step
@@ -216,8 +208,7 @@ void memory_report(const Settings* s, int running) {
 
 void memory_check(const Settings* s, int rank) {
     // 0 is unknown: the run then starts without this check.
-    double seconds;
-    const size_t available = device_free_memory(ranks_here()), needed = memory_needed(s, rank, BACKEND, &seconds);
+    const size_t available = device_free_memory(ranks_here()), needed = memory_needed(s, rank, BACKEND);
     if (available && needed > available)
         die(EXIT_FAILED,
             "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run all lists all), %.2f GiB are free; %s",

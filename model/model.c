@@ -10,9 +10,9 @@
 #include "layers/embedding.h"
 #include "layers/matmul.h"
 #include "layers/rmsnorm.h"
-#include "linear/packed.h"
 #include "model/windows.h"
 #include "mx/formats.h"
+#include "mx/mx_check.h"
 #include "parallel/slices.h"
 
 // The format of dispatch or wgrad: if it is MXFP8, that of the GEMMs with the same operands, if these are MXFP8 too.
@@ -22,7 +22,7 @@ static const Format* format_like(int64_t precision, const Format* gemms, const S
     return precision == FORMAT_MXFP8 ? gemms : format_of_id(precision, s->scale_rule);
 }
 
-// The format in a unit: floatX where the recipe leaves the last blocks in it, and in the modules after them.
+// The format in a unit: floatX where the recipe leaves the last blocks in it, and in the MTP module.
 static const Format* format_in(const Format* f, const Unit* u, const ModelConfig* c) {
     return f && f->bf16_blocks > 0 && u->layer >= c->L - lround(f->bf16_blocks * (double)c->L) ? NULL : f;
 }
@@ -33,13 +33,13 @@ static const Format* packed_format(const Model* m) {
     return expert ? expert : format_packed(m->gemms.format);
 }
 
-void model_shapes(Model* m, int k) {
+void model_shapes(Model* m, int module) {
     const ModelConfig* c = &m->config;
     const Settings* s = &m->settings;
-    const int64_t B = m->shapes.B, T = m->shapes.window - k, N = B * T;
+    const int64_t B = m->shapes.B, T = m->shapes.window - module, N = B * T;
     m->shapes.T = T;
     m->shapes.N = N;
-    m->gemms.batch = k;
+    m->gemms.batch = module;
 
     // Attention, in the order of the struct.
     const AttnShape attn = {B, T, c->H, c->nope, c->rope, c->v, c->kv_lora + c->rope, (float)config_softmax_scale(c)};
@@ -158,11 +158,11 @@ static void plan_scratch(Arena* a, Model* m) {
     ARENA(a, "d key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, &work->dckv);
     ARENA(a, "d keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, &work->dkv);
     ARENA(a, "d attention output", ELEMENT_X, N * c->H * c->v, 1, &work->datt);
-    // MTP modules, and the classifier.
+    // The MTP module, and the classifier.
     if (c->mtp) {
         ARENA(a, "module's input", ELEMENT_X, N * 2 * c->C, 1, &work->joined);
         ARENA(a, "d module's input", ELEMENT_X, N * 2 * c->C, 1, &work->djoined);
-        ARENA(a, "d embeddings of modules", ELEMENT_X, N * c->C, 1, &work->dembed);
+        ARENA(a, "d embeddings of the module", ELEMENT_X, N * c->C, 1, &work->dembed);
         ARENA(a, "rstd", ELEMENT_REAL, N, 1, &work->rstd_embed);
         ARENA(a, "rstd", ELEMENT_REAL, N, 1, &work->rstd_in);
     }
@@ -187,7 +187,7 @@ static void plan_params(Model* m) {
             sharding_plan(params, p, m->layout.bf16_moments, b == EXPERT_PARAMS && once && p->parts == 1);
         }
     }
-    m->sharding = sharding_plan_slots(params, buffers, units, (int)m->config.L + 1);
+    m->sharding = sharding_plan_slots(params, buffers, units);
     free(buffers);
     // Quantized copies of the weights, and the optimizer's workspace.
     for (int u = 0; u < units; u++) plan_weights(m, &m->units[u]);
@@ -200,7 +200,7 @@ static void plan_activations(Model* m) {
     Arena* saved = &m->arena[IN_SAVED];
     const int64_t N = m->shapes.N, count = config_blocks(c);
     const int per_block = m->settings.recompute != RECOMPUTE_BLOCK;
-    // The blocks, MTP modules included.
+    // The blocks, the MTP module included.
     m->blocks = (BlockSaved*)host_alloc((size_t)count * sizeof(BlockSaved));
     for (int64_t l = 0; l < count; l++) {
         ARENA(saved, "residual before attention", ELEMENT_X, N * c->C, 1, &m->blocks[l].residual);
@@ -337,8 +337,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
     m->ranks = world;
     m->ctx = ctx_create(model_workspace(m));
-    const Format* packed = packed_format(m);
-    if (packed) packed->gemms->check(m->ctx);
+    if (packed_format(m)) mx_check(m->ctx);
     for (int i = 0; i < ARENAS; i++)
         if (i != IN_POOL) arena_allocate(&m->arena[i]);
     for (int64_t l = 0; l < config_blocks(&m->config) && s->recompute == RECOMPUTE_BLOCK; l++) {
@@ -392,19 +391,18 @@ void model_destroy(Model* m) {
 
 void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
     ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
-    // Shapes. Module k has k tokens fewer in each sequence.
+    // Shapes. The MTP module has a token fewer in each sequence.
     m->shapes.B = B;
     m->shapes.window = T;
     model_shapes(m, 0);
-    for (int k = 0; k <= m->config.mtp; k++) linear_batch(&m->gemms, k, B * max_i64(T - k, 0), m->ctx);
+    for (int k = 0; k <= m->config.mtp; k++) linear_batch(&m->gemms, k, B * (T - k), m->ctx);
     device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);
     if (targets) device_upload(m->targets, targets, (size_t)(B * T) * sizeof(int32_t), m->ctx);
 
-    // Targets of MTP module k: those k places further in each sequence, k fewer.
-    const size_t id = sizeof(int32_t);
-    for (int64_t k = 1; targets && k <= min_i64(m->config.mtp, T - 1); k++)
-        device_copy_rows(m->targets + k * B * T, (size_t)(T - k) * id, m->targets + k, (size_t)T * id,
-                         (size_t)(T - k) * id, B, m->ctx);
+    // Targets of the MTP module: those one place further in each sequence, one fewer.
+    const size_t id = sizeof(int32_t), row = (size_t)(T - 1) * id;
+    if (targets && m->config.mtp && T > 1)
+        device_copy_rows(m->targets + B * T, row, m->targets + 1, row + id, row, B, m->ctx);
 }
 
 const char* model_unreplayed(const Model* m) {

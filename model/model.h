@@ -11,17 +11,17 @@
 //   norm2 = rmsnorm(x)
 //   x     = x + mlp(norm2)
 //
-// Multi-token prediction (--mtp): MTP modules k = 1, 2, ... follow the blocks in training. Each is a block that
-// predicts the token k + 1 places ahead. h^0 is the output of the blocks after the final norm:
+// Multi-token prediction (--mtp 1): an MTP module follows the blocks in training. It is a block that predicts the token
+// after the next. h is the output of the blocks after the final norm:
 //
-//   x       = [rmsnorm(embedding of t_{i+k}) ; rmsnorm(h^{k-1}_i)] Weh
-//   x       = block(x),   h^k = rmsnorm(x),   logits = h^k Wlm_head
-//   loss    = loss^0 + weight / modules * sum_k loss^k,   loss^k = -1/T sum_i log p^k_i(t_{i+k+1})
+//   x       = [rmsnorm(embedding of t_{i+1}) ; rmsnorm(h_i)] Weh
+//   x       = block(x),   h' = rmsnorm(x),   logits = h' Wlm_head
+//   loss    = main loss + weight * module's loss,   module's loss = -1/T sum_i log p_i(t_{i+2})
 //
-// Embedding and lm_head are the main model's. The last k of a window's T positions have no target, so module k computes
-// the first T - k only; the others count in no loss and in no expert's load. The embedding of token i + k is a row that
+// Embedding and lm_head are the main model's. The last of a window's T positions has no target, so the module computes
+// the first T - 1 only; the last counts in no loss and in no expert's load. The embedding of token i + 1 is a row that
 // the first block reads too: the embedding runs once, and both gradients of such a row are added. lm_head runs once for
-// all outputs. As in SGLang, h^{k-1} is taken after the final norm, and Weh's input is [embedding, hidden].
+// both outputs. As in SGLang, h is taken after the final norm, and Weh's input is [embedding, hidden].
 //
 // Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, DeepSeek-V3 (arXiv 2412.19437) sections 2.1 and 2.2.
 #pragma once
@@ -50,11 +50,11 @@ typedef struct BlockSaved {
     MoeSaved moe;                                  // MoE blocks only; in the pool
 } BlockSaved;
 
-// Input of the head: output of the main model (0) or of MTP module k, N_k = B (T - k).
+// Input of the head: output of the main model (0) or of the MTP module (1), whose N is B (T - 1).
 typedef struct Output {
-    floatX *residual, *norm;  // (N_k, C): x after the last block, and normalised
-    floatX* dnorm;            // (N_k, C): gradient of norm, from model_loss and the next module
-    real* rstd;               // (N_k)
+    floatX *residual, *norm;  // (N, C): x after the last block, and normalised
+    floatX* dnorm;            // (N, C): gradient of norm, from model_loss and the module
+    real* rstd;               // (N)
 } Output;
 
 // Workspace of one block at a time, shared by all blocks.
@@ -63,9 +63,9 @@ typedef struct Workspace {
     floatX *act, *dact, *dh;  // (N, dense_ffn), (N, dense_ffn), (N, 2 dense_ffn)
     floatX *dx, *dnorm;       // (N, C): gradient of the residual stream; of a norm's output
     floatX *dq, *dcq, *dcq_norm, *dkva, *dckv, *dkv, *datt;
-    floatX *joined, *djoined;    // (N, 2C): input of an MTP module's projection, and its gradient
-    floatX* dembed;              // (N, C): gradient of the embeddings that MTP modules read, summed
-    real *rstd_embed, *rstd_in;  // (N): of an MTP module's two norms
+    floatX *joined, *djoined;    // (N, 2C): input of the MTP module's projection, and its gradient
+    floatX* dembed;              // (N, C): gradient of the embeddings that the MTP module reads
+    real *rstd_embed, *rstd_in;  // (N): of the MTP module's two norms
     int64_t chunk;               // tokens per chunk of the classifier
     floatX* logits;              // (chunk, Vp)
     real* logits_row;            // (V), for model_logits
@@ -78,7 +78,7 @@ enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 // pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
-// Shapes of the current computation: B sequences of T tokens, N = B T. T is window, or window - k in MTP module k.
+// Shapes of the current computation: B sequences of T tokens, N = B T. T is window, or window - 1 in the MTP module.
 typedef struct Shapes {
     int64_t window, B, T, N;
     AttnShape attention;
@@ -98,11 +98,10 @@ typedef struct Step {
     int64_t* load;             // (L + mtp, E): tokens each expert got
     int64_t* margins;          // (L + mtp, MARGIN_BINS, E): histograms; only with --balance quantile
     QuantizationStats* stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
-    int measures;              // 1: this step fills stats; set before model_step_begin, cleared by model_update
     int first;                 // 1: its first micro-step
     int experts_wait;          // 1: Muon updates only the momentum of the experts
-    int late;                  // 1: the MTP loss weight is already --mtp-weight-end
-    float mtp_weight;          // weight of the loss of each MTP module
+    int late;                  // 1: the MTP loss weight is already MTP_WEIGHT_END
+    float mtp_weight;          // weight of the MTP loss
 } Step;
 
 // Captured graphs: 16 kinds of micro-steps (model/step.c), and two of updates (model/update.c).
@@ -122,14 +121,14 @@ typedef struct Model {
 
     // A micro-batch.
     Shapes shapes;
-    int32_t *tokens, *targets;  // (N), (1 + mtp, N): module k's are (B, T - k)
+    int32_t *tokens, *targets;  // (N), (1 + mtp, N): the module's are (B, T - 1)
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
-    int mtp_modules;            // MTP modules that this forward computes
+    int mtp;                    // 1: this forward computes the MTP module
     BlockSaved* blocks;         // (L + mtp)
     BlockSaved rebuilt;         // the memory that blocks share with --recompute block
-    Output outputs[1 + MTP_MAX];
+    Output outputs[2];
     Workspace work;
-    GemmWorkspace gemms;  // workspace shared by quantized GEMMs
+    GemmWorkspace gemms;  // workspace shared by quantized GEMMs; `stats`: those of a step that measures
 
     // MoE blocks.
     Pool* pool;  // their activations, a stack in forward order
@@ -156,20 +155,20 @@ void model_init(Model* model, uint64_t seed);
 void model_destroy(Model* model);
 // Bytes of workspace for the ops of both streams. For a plan of the other build: an upper bound.
 size_t model_workspace(const Model* model);
-// Sets the shapes for the main model (0) or MTP module k.
-void model_shapes(Model* model, int k);
+// Sets the shapes for the main model (0) or the MTP module (1).
+void model_shapes(Model* model, int module);
 
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
 // B * T and T must not exceed the settings' batch * seq_len and seq_len.
 void model_batch(Model* model, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T);
-// Forward up to the final norm. train 1: counts the loads of the experts, and runs the MTP modules.
+// Forward up to the final norm. train 1: counts the loads of the experts, and runs the MTP module.
 void model_forward(Model* model, int train);
 // Adds the losses of the batch to state->loss_sum and mtp_sum. dscale != 0: also computes the gradient of dscale *
-// (loss + weighted MTP losses) with respect to the outputs' norm (dnorm) and lm_head.
+// (loss + weighted MTP loss) with respect to the outputs' norm (dnorm) and lm_head.
 void model_loss(Model* model, StepState* state, float dscale);
 // Backward from the outputs' dnorm to the embedding. Gradient accumulation: the first micro-step overwrites the
 // gradients, later ones add. After the last they are reduced over the ranks. aux: the weight of the balance loss
-// (router_backward), the same in all blocks and MTP modules.
+// (router_backward), the same in all blocks and in the MTP module.
 void model_backward(Model* model, float aux, int last_micro_step);
 
 // Training step `step`, from 1: model_gradient, then model_update. The gradient is that of all micro-batches of the

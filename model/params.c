@@ -9,10 +9,10 @@
 
 int params_units(const ModelConfig* c) { return (int)config_blocks(c) + 2; }
 
-// The head comes between the blocks and the MTP modules.
+// The head comes between the blocks and the MTP module.
 int params_block_unit(const ModelConfig* c, int64_t layer) { return (int)layer + (layer < c->L ? 1 : 2); }
 
-// Units in order: embedding, dense blocks, MoE blocks, head, MTP modules.
+// Units in order: embedding, dense blocks, MoE blocks, head, MTP module.
 static UnitKind kind_of(const ModelConfig* c, int unit) {
     if (unit == 0) return UNIT_EMBED;
     if (unit > c->L) return unit == c->L + 1 ? UNIT_HEAD : UNIT_MODULE;
@@ -175,10 +175,10 @@ double flops_per_token(const ModelConfig* c, int64_t T) {
     const double attention = 6.0 * (double)(c->H * (c->nope + c->rope + c->v)) * (double)T / 2;
     double flops = 0;
     for (int unit = 1; unit < params_units(c); unit++) {
-        // A weight takes 6 FLOPs a token: 2 in forward, 4 in backward. A module uses lm_head too.
-        const int k = unit > head ? unit - head : 0;
-        const double matmul = 6 * (double)(count_elements(c, unit, unit + 1, c->K, true) + (k ? c->V * c->C : 0));
-        const double share = (double)(T - k) / (double)T;
+        // A weight takes 6 FLOPs a token: 2 in forward, 4 in backward. The module uses lm_head too.
+        const int module = unit > head;
+        const double matmul = 6 * (double)(count_elements(c, unit, unit + 1, c->K, true) + module * c->V * c->C);
+        const double share = (double)(T - module) / (double)T;
         flops += share * (matmul + (unit == head ? 0 : share * attention));
     }
     return flops;

@@ -1,23 +1,23 @@
 // The parameters of the model: names, shapes, placement, initialization. One table (params.c) defines them; memory
 // layout, tensor names, quantization, initialization and checkpoints follow from it.
 //
-// Parameters belong to units: 0 is the embedding, 1..L are the blocks, L + 1 is the head (lm_head and final norm). MTP
-// modules follow: blocks L, L + 1, ... with a projection before and a norm after. A unit has two flat buffers: dense
+// Parameters belong to units: 0 is the embedding, 1..L are the blocks, L + 1 is the head (lm_head and final norm). The
+// MTP module follows: block L, with a projection before and a norm after. A unit has two flat buffers: dense
 // parameters, and experts (empty without). Matrices come before norms in a buffer, so that weight decay covers a
 // prefix (n_decay), and so does Muon (n_muon). Fused matrices (gate over up) are laid out so that every tensor of a
 // Hugging Face DeepSeek checkpoint is one contiguous slice. A rank owns E / ep experts. Sharding is in
 // parallel/sharding.h.
 #pragma once
 
+#include "linear/quantized.h"
 #include "model/settings.h"
-#include "linear/linear.h"
 #include "parallel/sharding.h"
 
 // In the order of the buffers.
 typedef enum ParamId {
     EMBED,    // (Vp, C): V padded to a multiple of 128
     LM_HEAD,  // (Vp, C)
-    EH_PROJ,  // (C, 2C), of a module: embedding and representation to what its block reads
+    EH_PROJ,  // (C, 2C), of the module: embedding and representation to what its block reads
     WQA,      // (q_lora, C), with WQB where queries have a latent
     WQB,      // (H (nope + rope), q_lora)
     WQ,       // (H (nope + rope), C), where they have none
@@ -33,8 +33,8 @@ typedef enum ParamId {
     Q_NORM,   // (q_lora)
     KV_NORM,  // (kv_lora)
     NORM2,    // (C)
-    ENORM,    // (C), of a module's embeddings
-    HNORM,    // (C), of the representations that it is given
+    ENORM,    // (C), of the module's embeddings
+    HNORM,    // (C), of the representations that the module is given
     FINAL_NORM,
     PARAMS
 } ParamId;
@@ -92,12 +92,12 @@ typedef struct Slice {
 // The part of a tensor in elements from .. from + n - 1 of its buffer; count 0 if there is none.
 Slice tensor_slice(const NamedTensor* tensor, int64_t from, int64_t n);
 
-// Number of parameters: all, and those a token meets (K of E experts; embedding and lm_head included). Modules are
-// included.
+// Number of parameters: all, and those a token meets (K of E experts; embedding and lm_head included). The
+// MTP module is included.
 int64_t params_total(const ModelConfig* config);
 int64_t params_active(const ModelConfig* config);
 // The numerator of MFU: 6 * (active matmul parameters, lm_head in, embedding out) + 6 L H (nope + rope + v) T / 2 (the
-// causal half). Module k has lm_head once more, and T - k of T positions.
+// causal half). The MTP module has lm_head once more, and T - 1 of T positions.
 double flops_per_token(const ModelConfig* config, int64_t T);
 
 // A unit's kind, layout and sizes; no memory.

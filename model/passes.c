@@ -1,5 +1,5 @@
 // The passes of a model: forward, loss and backward of a micro-batch. They go through the units: embedding, blocks
-// (model/block_forward.c, model/block_backward.c), final norm and lm_head, then MTP modules (model/mtp.c).
+// (model/block_forward.c, model/block_backward.c), final norm and lm_head, then the MTP module (model/mtp.c).
 #include "device/check.h"
 #include "layers/embedding.h"
 #include "layers/loss.h"
@@ -11,7 +11,7 @@ void model_forward(Model* m, int train) {
     const PoolMark bottom = {0, 0};
     pool_release(m->pool, bottom);
     m->shapes.moe.windows = train && m->windows;  // validation has no step to run again
-    m->mtp_modules = train ? (int)m->config.mtp : 0;
+    m->mtp = train && m->config.mtp;
 
     Unit* u = unit_begin(m, 0, 1);
     embedding_forward(m->blocks[0].residual, m->tokens, u->w[EMBED].w, m->shapes.N, m->config.C, m->ctx);
@@ -22,14 +22,14 @@ void model_forward(Model* m, int train) {
         unit_end(m, unit);
     }
 
-    // The final norm, then the MTP modules, each on the output before it.
-    output_forward(m, 0, unit_begin(m, head, m->mtp_modules ? head + 1 : -1));
+    // The final norm, then the MTP module.
+    output_forward(m, 0, unit_begin(m, head, m->mtp ? head + 1 : -1));
     unit_end(m, head);
-    for (int k = 1; k <= m->mtp_modules; k++) module_forward(m, k);
+    if (m->mtp) module_forward(m);
 }
 
 // A chunk of tokens at a time: cross_entropy overwrites its logits with their gradient.
-// k: the main model (0) or an MTP module. *sum += its losses, in nats. dscale 0: no gradients.
+// k: the main model (0) or the MTP module (1). *sum += its losses, in nats. dscale 0: no gradients.
 static void output_loss(Model* m, int k, Weight* w, double* sum, float dscale) {
     const int64_t N = m->shapes.B * (m->shapes.T - k), C = m->config.C;
     const Output* o = &m->outputs[k];
@@ -51,7 +51,7 @@ void model_loss(Model* m, StepState* state, float dscale) {
     Weight* w = &unit_begin(m, head, -1)->w[LM_HEAD];
     if (dscale != 0) unit_grads_begin(m, head);
     output_loss(m, 0, w, &state->loss_sum, dscale);
-    for (int k = 1; k <= m->mtp_modules; k++) output_loss(m, k, w, &state->mtp_sum[k - 1], dscale * m->step.mtp_weight);
+    if (m->mtp) output_loss(m, 1, w, &state->mtp_sum, dscale * m->step.mtp_weight);
     unit_end(m, head);
 }
 
@@ -59,8 +59,8 @@ void model_loss(Model* m, StepState* state, float dscale) {
 void model_backward(Model* m, float aux, int last) {
     const int64_t N = m->shapes.N, C = m->config.C;
     const int head = (int)m->config.L + 1;
-    // MTP modules, the last one first: each adds to the output gradient of the one before.
-    for (int k = m->mtp_modules; k >= 1; k--) module_backward(m, k, aux, last);
+    // The MTP module, which adds to the gradient of the main model's output.
+    if (m->mtp) module_backward(m, aux, last);
 
     // The final norm.
     output_backward(m, 0, unit_begin(m, head, head - 1));  // lm_head's gradients are there since model_loss
@@ -77,11 +77,11 @@ void model_backward(Model* m, float aux, int last) {
         unit_end(m, unit);
     }
 
-    // The embedding. MTP modules read it too, so their summed gradient is added.
+    // The embedding. The MTP module reads it too, so its gradient is added.
     real* dtable = m->units[0].buffer[DENSE_PARAMS].grad;
     unit_grads_begin(m, 0);
     embedding_backward(dtable, m->work.dx, m->tokens, N, m->config.V, C, m->ctx);
-    if (m->mtp_modules) embedding_backward(dtable, m->work.dembed, m->tokens, N, m->config.V, C, m->ctx);
+    if (m->mtp) embedding_backward(dtable, m->work.dembed, m->tokens, N, m->config.V, C, m->ctx);
     unit_grads_end(m, 0, last);
     if (last) grads_wait(m->sharding, m->ctx);
 }

@@ -7,7 +7,9 @@
 
 #include "device/check.h"
 #include "device/files.h"
+#include "model/hub.h"
 #include "model/record.h"
+#include "parallel/slices.h"
 
 // Adds a tensor to a file's list, named `name` and `suffix`; its slice begins at element `at` of `data`, this rank's
 // memory.
@@ -109,6 +111,13 @@ static void check_record(const Model* m, const Json* manifest, DataHash data) {
             "tokenizer",
             *m->settings.tokenizer ? m->settings.tokenizer : "(bytes)",
             json_text(json_get(manifest, "options"), "tokenizer"), m->settings.out);
+    // A record of 0.1.0 has no hash. The end of text is in the config.json of its step.
+    const int64_t eot = hub_end_of_text_id(step_path(m->settings.out, json_int(manifest, "step", 0), "").text);
+    if (!tokenizer && eot >= 0 && eot != data.end_of_text)
+        die(EXIT_USAGE,
+            "--tokenizer %s ends a text with token %d, and the run in %s with %ld; a run keeps its tokenizer: "
+            "scripts/tokenizer_json.py of the tokenizer.json in its newest step makes it",
+            *m->settings.tokenizer ? m->settings.tokenizer : "(bytes)", data.end_of_text, m->settings.out, eot);
 }
 
 // The checkpoints that rank 0 finds. Every rank tries the same ones.

@@ -1,6 +1,6 @@
 // A model's state on disk: which tensors a checkpoint holds, saving and resuming.
 //
-// Unit u (0 the embedding, then the blocks, the head, and MTP modules) has two files: block_%03d.safetensors (master
+// Unit u (0 the embedding, then the blocks, the head, and the MTP module) has two files: block_%03d.safetensors (master
 // weights under Hugging Face names, and the router's e_score_correction_bias) and block_%03d.adam.safetensors (moments:
 // <name>.exp_avg and <name>.exp_avg_sq, or Muon's <name>.momentum_buffer). Softmax scores with --balance none have no
 // bias, as in DeepSeek-V2.
@@ -16,8 +16,9 @@ void model_files_free(CheckpointFile* files, int count);
 
 // The data of a run: a resumed run must have the same.
 typedef struct DataHash {
-    uint32_t shards;     // shards_hash of --train
-    uint32_t tokenizer;  // tokenizer_hash
+    uint32_t shards;      // shards_hash of --train
+    uint32_t tokenizer;   // tokenizer_hash
+    int32_t end_of_text;  // tokenizer_eot
 } DataHash;
 
 // state is the host's copy of the device's StepState.

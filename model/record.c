@@ -101,8 +101,35 @@ static char* recorded_text(const Option* o, const Json* value) {
     return o->type == OPTION_FLOAT ? host_format("%.17g", value->number) : host_format("%ld", value->integer);
 }
 
+// An option that this version lacks must have been off, or at the one value that this version has. A new stage may go
+// on without an option of a later version.
+static void check_unknown(const Json* record, bool stage, const char* folder) {
+    static const char* const others[] = {"warmup-steps", "updates-before", "tokens-before", "fp4-rounding",
+                                         "mixture-order"};
+    static const char* const fixed[] = {"mtp", "eps", "muon-momentum", "sample-top-k", "mtp-weight-end", "mtp-switch"};
+    static const double values[] = {1, 1e-8, 0.95, 50, MTP_WEIGHT_END, MTP_SWITCH};
+    for (const Json* o = record->child; o; o = o->next) {
+        bool known = stage;
+        for (int i = 0; i < 5; i++) known |= strcmp(o->key, others[i]) == 0;
+        for (int i = 0; i < settings_count; i++) known |= strcmp(o->key, settings_table[i].name) == 0;
+        for (int i = 0; i < 6; i++) {
+            if (strcmp(o->key, fixed[i]) != 0) continue;
+            known = true;
+            if (o->number != values[i] && (i > 0 || o->number != 0))  // --mtp may be 0
+                die(EXIT_USAGE,
+                    "the run in %s was made with --%s %g, and this version of train_moe has only %g: go on with 0.1.0, "
+                    "or begin a new run from its weights: --init %s",
+                    folder, o->key, o->number, values[i], folder);
+        }
+        if (!known && o->number != 0)
+            die(EXIT_USAGE, "the run in %s was made with --%s %g, which this version of train_moe does not have",
+                folder, o->key, o->number);
+    }
+}
+
 // The options that the run in `folder` was made with.
-static Settings recorded(const Json* record, const char* folder) {
+static Settings recorded(const Json* record, bool stage, const char* folder) {
+    check_unknown(record, stage, folder);
     // Values of the record over the defaults.
     Settings was = settings_parse(0, NULL);
     char* where = host_format("the checkpoint in %s: ", folder);
@@ -121,7 +148,7 @@ static Settings recorded(const Json* record, const char* folder) {
 }
 
 void record_recall(const Json* record, bool stage, Settings* s) {
-    Settings was = recorded(record, stage ? s->init : s->out);
+    Settings was = recorded(record, stage, stage ? s->init : s->out);
     bool sets = false;  // --precision is given, and sets the rows of its group without a default after it
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
@@ -141,20 +168,6 @@ void record_recall(const Json* record, bool stage, Settings* s) {
     settings_free(&was);
 }
 
-// An option of another version that this one lacks must have been off.
-static void check_unknown(const Json* record, const char* folder) {
-    static const char* const others[] = {"warmup-steps", "updates-before", "tokens-before", "fp4-rounding",
-                                         "mixture-order"};
-    for (const Json* o = record->child; o; o = o->next) {
-        bool known = false;
-        for (int i = 0; i < 5; i++) known |= strcmp(o->key, others[i]) == 0;
-        for (int i = 0; i < settings_count; i++) known |= strcmp(o->key, settings_table[i].name) == 0;
-        if (!known && o->number != 0)
-            die(EXIT_USAGE, "the run in %s was made with --%s %g, which this version of train_moe does not have",
-                folder, o->key, o->number);
-    }
-}
-
 static void check_revision(const Json* record, const char* folder, const char* name, const char* subject, int64_t now) {
     const int64_t then = json_int(record, name, 1);
     if (then != now)
@@ -165,8 +178,8 @@ static void check_revision(const Json* record, const char* folder, const char* n
 }
 
 void record_check(const Json* record, bool stage, const Settings* s) {
-    if (!stage) check_unknown(record, s->out);
-    Settings was = recorded(record, stage ? s->init : s->out);
+    const char* folder = stage ? s->init : s->out;
+    Settings was = recorded(record, stage, folder);
     if (was.tokens_per_step == 0) was.tokens_per_step = settings_micro_tokens(s);
     char* list = host_strdup("");
     for (int i = 0; i < settings_count; i++) {
@@ -181,8 +194,8 @@ void record_check(const Json* record, bool stage, const Settings* s) {
         free(then);
     }
     if (*list)
-        die(EXIT_USAGE, "the run in %s was made with %s. A %s: options that are left out are as they were",
-            stage ? s->init : s->out, list,
+        die(EXIT_USAGE, "the run in %s was made with %s. A %s: options that are left out are as they were", folder,
+            list,
             stage ? "new stage keeps its model, and what its moments and selection biases depend on"
                   : "resumed run keeps its model, data, optimizer and precision");
     free(list);
@@ -196,7 +209,7 @@ void record_check(const Json* record, bool stage, const Settings* s) {
                                format_of_id(s->wgrad_precision, s->scale_rule),
                                format_of_id(s->linear_precision, s->scale_rule)};
     bool fp4 = false;
-    for (int i = 0; i < 3; i++) fp4 |= formats[i] && !formats[i]->pack;
+    for (int i = 0; i < 3; i++) fp4 |= formats[i] && !format_of_rows(formats[i]);
     if (mixture.count > 1) check_revision(record, s->out, "mixture-order", "the order of mixtures", MIXTURE_ORDER);
     if (fp4) check_revision(record, s->out, "fp4-rounding", "the rounding to four bits", FP4_ROUNDING);
     mixture_free(&mixture);

@@ -6,8 +6,9 @@
 //
 // A new stage, --out NEW --init FOLDER --init-moments, begins with the record of FOLDER in the same way.
 //
-// The record of an older program lacks newer options: they were at their defaults. One that lacks --balance had a
-// selection bias with --bias-rate as --balance deepseek has, or with rate 0 none.
+// The record of an older program lacks newer options: they were at their defaults. It may have options that this
+// program has as constants: they must have been at these. One that lacks --balance had a selection bias with
+// --bias-rate as --balance deepseek has, or with rate 0 none.
 #pragma once
 
 #include "model/settings.h"

@@ -58,10 +58,10 @@ void report_model(const Settings* s) {
     free(name);
 }
 
-// Module k has T - k predictions in each window of T tokens.
-double report_mtp(const Settings* s, const StepState* state, int64_t k) {
+// The module has T - 1 predictions in each window of T tokens.
+double report_mtp(const Settings* s, const StepState* state) {
     const double windows = (double)s->tokens_per_step / (double)s->seq_len;
-    return state->mtp_sum[k - 1] / (windows * (double)(s->seq_len - k));
+    return state->mtp_sum / (windows * (double)(s->seq_len - 1));
 }
 
 double report_load(char** line, const ModelConfig* c, const int64_t* load) {

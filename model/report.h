@@ -11,13 +11,13 @@ void report_model(const Settings* settings);
 // The training shards and the epochs of the run, and the tokenizer.
 void report_data(const Settings* settings, const Shards* train, const Tokenizer* tokenizer);
 // A run that goes on after `step` with other --steps: a line where these change the learning rate, or the weight of the
-// MTP losses, of the next step.
+// MTP loss, of the next step.
 void report_schedule(const Settings* settings, int64_t step);
 // The device, and whether steps run as CUDA graphs.
 void report_device(const Model* model);
 
-// Mean loss of MTP module k (1 is the first) in a step, in nats a token.
-double report_mtp(const Settings* settings, const StepState* state, int64_t k);
+// Mean loss of the MTP module in a step, in nats a token.
+double report_mtp(const Settings* settings, const StepState* state);
 
 // Members of a step's line in the log (data/runlog.h).
 // Loads of a step (L + mtp, E): tokens of each block's fullest and emptiest expert over the mean, NaN for dense blocks.

@@ -53,8 +53,6 @@ const Option settings_table[] = {
     WHOLE("model", "expert-ffn", model.F, NULL, 1, 1 << 20, KEPT, "hidden width of an expert"),
     WHOLE("model", "dense-layers", model.dense_layers, NULL, 0, 1024, KEPT, "first blocks with a dense MLP"),
     WHOLE("model", "vocab", model.V, NULL, 2, 1 << 24, KEPT, "vocabulary; where there is a tokenizer file, its size"),
-    NUMBER("model", "rms-norm-eps", model.norm_eps, NULL, 1e-12, 1, KEPT,
-           "RMSNorm's eps; the norms of MLA's latents have 1e-6"),
     WHOLE("model", "groups", model.groups, NULL, 1, 4096, KEPT, "groups of experts"),
     WHOLE("model", "top-groups", model.top_groups, NULL, 1, 4096, KEPT, "groups a token may choose from"),
     CHOICE("model", "score", model.score, NULL, "sigmoid|softmax", KEPT, "router's score"),
@@ -62,12 +60,13 @@ const Option settings_table[] = {
     NUMBER("model", "route-scale", model.route_scale, NULL, 0, 1e6, KEPT, "factor on the gates"),
     NUMBER("model", "rope-theta", model.rope_theta, NULL, 2, 1e12, FIXED, "base of the rotary frequencies"),
     WHOLE("model", "yarn", model.yarn, NULL, 0, 1, FIXED, "1: YaRN frequencies for long context"),
-    NUMBER("model", "yarn-factor", model.yarn_factor, NULL, 1, 1e6, FIXED, "YaRN's context extension"),
-    NUMBER("model", "yarn-mscale", model.yarn_mscale, NULL, 0, 100, FIXED, "YaRN's softmax temperature"),
-    WHOLE("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
-          "context length before extension"),
-    WHOLE("model", "mtp", model.mtp, "0", 0, MTP_MAX, KEPT,
-          "MTP modules (multi-token prediction); those that --init lacks are new"),
+    // No options: --model or config.json of --init sets these, and the record has them.
+    NUMBER("model", "rms-norm-eps", model.norm_eps, NULL, 1e-12, 1, KEPT, NULL),
+    NUMBER("model", "yarn-factor", model.yarn_factor, NULL, 1, 1e6, FIXED, NULL),
+    NUMBER("model", "yarn-mscale", model.yarn_mscale, NULL, 0, 100, FIXED, NULL),
+    WHOLE("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED, NULL),
+    WHOLE("model", "mtp", model.mtp, "0", 0, 1, KEPT,
+          "1: with an MTP module (multi-token prediction), a new one where --init lacks it"),
 
     // Use of an existing model.
     TEXT("use", "init", init, FREE_COMMON,
@@ -106,7 +105,6 @@ const Option settings_table[] = {
     WHOLE("run", "sample-tokens", sample_tokens, "128", 1, 1e6, FREE, "tokens of a sample"),
     TEXT("run", "prompt", prompt, FREE_COMMON, "text that samples begin with, if tokens are bytes"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
-    WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
     CHOICE("run", "graph", graph, "auto", "auto|off", FREE, "auto: one GPU replays its steps as CUDA graphs"),
     FLAG_ALL("run", "dry-run", dry_run, ONCE_COMMON,
              "print memory (exit code 1: too little), disk and time, and stop; all: buffers"),
@@ -122,7 +120,6 @@ const Option settings_table[] = {
            "muon: for matrices; adamw with 16b, 236b, 671b and --init, unless given"),
     NUMBER("optimizer", "muon-lr", muon_lr, "2e-3", 0, 100, FIXED_COMMON,
            "peak learning rate of Muon; another with --model tiny (docs/model.md)"),
-    NUMBER("optimizer", "muon-momentum", muon_momentum, "0.95", 0, 0.999999, FIXED, "momentum of Muon"),
     WHOLE("optimizer", "muon-expert-steps", muon_expert_steps, "1", 1, 1000, FIXED,
           "every Nth step updates the experts, at N times the rate; 2 with small, medium"),
     NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED_COMMON,
@@ -135,7 +132,6 @@ const Option settings_table[] = {
     NUMBER("optimizer", "weight-decay", weight_decay, "0.1", 0, 100, FIXED_COMMON, "on matrices"),
     NUMBER("optimizer", "beta1", beta1, "0.9", 0, 0.999999, KEPT, "AdamW"),
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, KEPT, "AdamW"),
-    NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
     CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", KEPT,
            "type of AdamW's moments and Muon's momentum; bf16 with 16b, 236b, 671b"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
@@ -146,9 +142,7 @@ const Option settings_table[] = {
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED,
            "weight of the balance loss; softmax 1e-3; --balance deepseek 1e-4, none 0"),
     NUMBER("optimizer", "mtp-weight", mtp_weight, "0.3", 1e-3, 100, FIXED,
-           "weight of the MTP losses, shared by the modules"),
-    NUMBER("optimizer", "mtp-weight-end", mtp_weight_end, "0.1", 1e-3, 100, FIXED, "the same after --mtp-switch"),
-    NUMBER("optimizer", "mtp-switch", mtp_switch, "0.67", 0, 1, FIXED, "share of the steps with --mtp-weight"),
+           "weight of the MTP loss in the first 0.67 of the steps; then 0.1"),
 
     // Parallelism.
     WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE_COMMON, "ranks that share a set of experts"),
@@ -293,7 +287,7 @@ double config_softmax_scale(const ModelConfig* c) {
 }
 
 double settings_mtp_weight(const Settings* s, int64_t step) {
-    return (double)step <= s->mtp_switch * (double)s->steps ? s->mtp_weight : s->mtp_weight_end;
+    return (double)step <= MTP_SWITCH * (double)s->steps ? s->mtp_weight : MTP_WEIGHT_END;
 }
 
 double settings_warmup(const Settings* s) { return s->warmup < 1 ? ceil(s->warmup * (double)s->steps) : s->warmup; }

@@ -16,7 +16,7 @@ typedef struct ModelConfig {
     int64_t dense_ffn, dense_layers;  // the first dense_layers blocks have a dense MLP of this width
     int64_t E, K, shared, F;          // the others: E routed experts, and one shared MLP of width shared * F
     int64_t V;
-    int64_t mtp;  // MTP modules: blocks L .. L + mtp - 1, one after the other
+    int64_t mtp;  // 1: an MTP module follows, as block L
     int64_t groups, top_groups, score, route_norm;
     int64_t selection_bias;  // 1: the folder of --init has selection biases; not an option
     double route_scale, norm_eps, rope_theta;
@@ -49,13 +49,12 @@ typedef struct Settings {
     char *train, *val, *eval, *tokenizer;
     int64_t seq_len, batch, tokens_per_step, seed, data_seed;
     int64_t init_moments, steps, resume, save_every, keep, val_every, val_tokens, eval_every, sample_every,
-        sample_tokens, sample_top_k, graph, dry_run, ranks, version, help;
+        sample_tokens, graph, dry_run, ranks, version, help;
     char *out, *prompt;
     double temperature;
-    double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
+    double lr, final_lr_frac, weight_decay, beta1, beta2, clip, bias_rate, aux_loss;
     int64_t optimizer, moments, schedule, balance, muon_expert_steps;
-    double warmup, muon_lr, muon_momentum;
-    double mtp_weight, mtp_weight_end, mtp_switch;
+    double warmup, muon_lr, mtp_weight;
     int64_t ep, shard, dispatch, recompute;
     double timeout, capacity, gpu_memory;
     int64_t precision;  // the mode (FormatId), which sets the following unless the command line does:
@@ -97,6 +96,8 @@ void settings_free(Settings* settings);
 
 // The checks of settings_read.
 void settings_check(const Settings* settings);
+// The checks of sizes, --ep and --tokens-per-step alone: a message in fresh memory, or NULL where they pass.
+char* settings_refusal(const Settings* settings);
 
 // The folder of the model to begin with, and which option named it; NULL: none.
 const char* settings_folder(const Settings* settings, const char** option);
@@ -121,5 +122,9 @@ double settings_warmup(const Settings* settings);
 double settings_lr(const Settings* settings, int64_t step);
 double settings_muon_lr(const Settings* settings, int64_t step);  // the same of --muon-lr
 
-// The weight of the MTP losses at `step`, all modules together; the main loss has 1.
+// The weight of the MTP loss at `step`; the main loss has 1. It is --mtp-weight in the first MTP_SWITCH of the steps,
+// then MTP_WEIGHT_END. DeepSeek-V3 has 0.3 for 10 of its 14.8 trillion tokens, then 0.1 (arXiv 2412.19437,
+// section 4.2).
+#define MTP_SWITCH 0.67
+#define MTP_WEIGHT_END 0.1
 double settings_mtp_weight(const Settings* settings, int64_t step);

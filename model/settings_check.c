@@ -1,5 +1,5 @@
 // Checks between options, one function a subject. Each ends the run with the names and values of options that do not
-// fit.
+// fit, or returns them as a message.
 #include <math.h>
 
 #include "device/check.h"
@@ -10,7 +10,7 @@
 static void check_model(const ModelConfig* c) {
     if (c->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", c->rope);
     if (c->yarn && c->yarn_mscale <= 0)
-        die(EXIT_USAGE, "--yarn-mscale %g: it must be above 0 with --yarn 1", c->yarn_mscale);
+        die(EXIT_USAGE, "--yarn 1: the run's record has yarn-mscale %g, and it must be above 0", c->yarn_mscale);
     if (c->dense_layers > c->L) die(EXIT_USAGE, "--dense-layers %ld is more than --layers %ld", c->dense_layers, c->L);
     if (c->K > c->E) die(EXIT_USAGE, "--top-k %ld is more than --experts %ld", c->K, c->E);
     if (c->E % c->groups) die(EXIT_USAGE, "--experts %ld is not a multiple of --groups %ld", c->E, c->groups);
@@ -57,7 +57,7 @@ static void check_cuda_model(const ModelConfig* c) {
 // Options in their ranges can together overflow an integer. Sizes are estimated from above in double, which does not
 // overflow. With at most 1e15 elements, int64 can count the bytes of several hundred copies. Rows and work items are
 // int32 in kernels and CBLAS. A grid has at most 65535 x 128 columns of a hidden layer, gate and up.
-static void check_sizes(const Settings* s) {
+static char* refuse_sizes(const Settings* s) {
     // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
     const ModelConfig* c = &s->model;
     const double L = (double)config_blocks(c), C = (double)c->C, H = (double)c->H, q_lora = (double)c->q_lora;
@@ -95,16 +95,28 @@ static void check_sizes(const Settings* s) {
 
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
         if (sizes[i].size > sizes[i].most)
-            die(EXIT_USAGE, "%s make %.10g %s: at most %.10g are possible", sizes[i].options, sizes[i].size,
-                sizes[i].what, sizes[i].most);
+            return host_format("%s make %.10g %s: at most %.10g are possible", sizes[i].options, sizes[i].size,
+                               sizes[i].what, sizes[i].most);
+    return NULL;
 }
 
-// Groups of --ep ranks are whole, and their ranks own the same number of experts.
-static void check_layout(const Settings* s) {
+// Groups of --ep ranks are whole, and their ranks own the same number of experts. A step is a whole number of
+// micro-steps.
+char* settings_refusal(const Settings* s) {
+    char* refusal = refuse_sizes(s);
+    if (refusal) return refusal;
     if (s->ranks % s->ep)
-        die(EXIT_USAGE, "--ep %ld does not divide the %ld rank%s of the run%s", s->ep, s->ranks,
-            s->ranks == 1 ? "" : "s", s->resume ? " (unless given, it is as the checkpoint has it; --ep 1 fits)" : "");
-    if (s->model.E % s->ep) die(EXIT_USAGE, "--ep %ld does not divide --experts %ld", s->ep, s->model.E);
+        return host_format("--ep %ld does not divide the %ld rank%s of the run%s", s->ep, s->ranks,
+                           s->ranks == 1 ? "" : "s",
+                           s->resume ? " (unless given, it is as the checkpoint has it; --ep 1 fits)" : "");
+    if (s->model.E % s->ep) return host_format("--ep %ld does not divide --experts %ld", s->ep, s->model.E);
+    const int64_t micro = settings_micro_tokens(s);
+    if (s->tokens_per_step % micro)
+        return host_format(
+            "--tokens-per-step %ld is not a multiple of %ld ranks x --batch %ld x --seq-len %ld = %ld tokens a "
+            "micro-step",
+            s->tokens_per_step, s->ranks, s->batch, s->seq_len, micro);
+    return NULL;
 }
 
 // Every width that quantized products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
@@ -137,23 +149,8 @@ static void check_stats(const Settings* s) {
             s->stats_every);
 }
 
-// Rounded to bf16, a momentum stops at no less than 1 / (1 + 2^-8 / (1 - momentum)) of a steady gradient
-// (layers/adamw.h). At 0.98 that is 0.84, close to the root of second moments at the limit of --beta2.
-static void check_momentum(const char* option, double momentum, const char* usual) {
-    if (momentum > 0.98)
-        warn("--moments bf16 --%s %g: rounding may stop momenta at %.0f %% of a steady gradient; --%s %s helps", option,
-             momentum, 100 / (1 + 0x1p-8 / (1 - momentum)), option, usual);
-}
-
-// A step is a whole number of micro-steps, and outputs need --out.
+// Warnings, and inputs and outputs that an option needs.
 static void check_run(const Settings* s) {
-    int64_t micro = settings_micro_tokens(s);
-    if (s->tokens_per_step % micro)
-        die(EXIT_USAGE,
-            "--tokens-per-step %ld is not a multiple of %ld ranks x --batch %ld x --seq-len %ld = %ld tokens a "
-            "micro-step",
-            s->tokens_per_step, s->ranks, s->batch, s->seq_len, micro);
-
     // 0 means no clipping, so a tiny value is a mistake.
     if (s->clip > 0 && s->clip < 1e-30)
         die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
@@ -164,8 +161,11 @@ static void check_run(const Settings* s) {
     if (s->moments && s->beta2 > 0.99)
         warn("--moments bf16 --beta2 %g: second moments follow gradients that shrink late or never; --beta2 0.95 helps",
              s->beta2);
-    if (s->moments) check_momentum("beta1", s->beta1, "0.9");
-    if (s->moments && s->optimizer == MUON) check_momentum("muon-momentum", s->muon_momentum, "0.95");
+    // Rounded to bf16, a momentum stops at no less than 1 / (1 + 2^-8 / (1 - beta1)) of a steady gradient
+    // (layers/adamw.h). At 0.98 that is 0.84, close to the root of second moments at the limit of --beta2.
+    if (s->moments && s->beta1 > 0.98)
+        warn("--moments bf16 --beta1 %g: rounding may stop momenta at %.0f %% of a steady gradient; --beta1 0.9 helps",
+             s->beta1, 100 / (1 + 0x1p-8 / (1 - s->beta1)));
     if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
@@ -198,13 +198,12 @@ static void check_run(const Settings* s) {
 }
 
 void settings_check(const Settings* s) {
-    check_sizes(s);
+    char* refusal = settings_refusal(s);
+    if (refusal) die(EXIT_USAGE, "%s", refusal);
     check_model(&s->model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s->model);
     if (s->model.mtp >= s->seq_len)
-        die(EXIT_USAGE, "--mtp %ld needs a longer --seq-len than %ld: module k predicts the token k + 1 places ahead",
-            s->model.mtp, s->seq_len);
-    check_layout(s);
+        die(EXIT_USAGE, "--mtp 1 needs a longer --seq-len than 1: the module predicts the token after the next");
     check_precision(s);
     check_stats(s);
     check_run(s);

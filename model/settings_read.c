@@ -27,8 +27,8 @@ static void check_range(const Settings* s, const Option* o, const char* option, 
     const char* at = (const char*)s + o->offset;
     const double value = o->type == OPTION_FLOAT ? *(const double*)at : (double)*(const int64_t*)at;
     if (o->type != OPTION_CHOICE && (value < o->min || value > o->max))
-        die(EXIT_USAGE, "--%s %s/%s: it means --%s %.9g, which must be from %.9g to %.9g", option, folder, file,
-            o->name, value, o->min, o->max);
+        die(EXIT_USAGE, "--%s %s/%s: it means %s%s %.9g, which must be from %.9g to %.9g", option, folder, file,
+            o->help ? "--" : "", o->name, value, o->min, o->max);
 }
 
 // Options of the model that are not given come from config.json.
@@ -51,7 +51,7 @@ static void replace(char** text, char* by) {
 
 // A model that is only used needs nothing for backward. A sample is one sequence, as long as it can become; the
 // validation's windows are as long as those of training.
-static void set_for_use(Settings* s, const char* folder) {
+static void set_for_use(Settings* s, const char* option, const char* folder) {
     s->recompute = RECOMPUTE_BLOCK;
     if (*s->sample && !GIVEN(s, batch)) s->batch = 1;
     const int length = row_of(offsetof(Settings, seq_len));
@@ -60,9 +60,8 @@ static void set_for_use(Settings* s, const char* folder) {
     if (*s->evaluate) check_range(s, &settings_table[length], "evaluate", folder, "manifest.json");
     // Its tokenizer, or where the folder has none that of the text.
     if (*s->tokenizer) return;
-    Path tokenizer = path_of("%s/tokenizer.json", folder);
-    if (access(tokenizer.text, F_OK) != 0)
-        tokenizer = shards_tokenizer(shards_first("--val", s->val).text, "_val_", "");
+    Path tokenizer = tokenizer_of_folder(option, folder);
+    if (!*tokenizer.text) tokenizer = shards_tokenizer(shards_first("--val", s->val).text, "_val_", "");
     replace(&s->tokenizer, host_strdup(tokenizer.text));
 }
 
@@ -91,8 +90,8 @@ static void check_effect(Settings* s) {
     if (s->balance != BALANCE_DEEPSEEK && GIVEN(s, bias_rate))
         die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
             s->balance == BALANCE_NONE ? "none" : "quantile");
-    if (s->optimizer != MUON && (GIVEN(s, muon_lr) || GIVEN(s, muon_momentum) || GIVEN(s, muon_expert_steps)))
-        die(EXIT_USAGE, "--muon-lr, --muon-momentum and --muon-expert-steps go with --optimizer muon");
+    if (s->optimizer != MUON && (GIVEN(s, muon_lr) || GIVEN(s, muon_expert_steps)))
+        die(EXIT_USAGE, "--muon-lr and --muon-expert-steps go with --optimizer muon");
     if (GIVEN(s, muon_expert_steps) && s->muon_expert_steps > s->steps && s->model.dense_layers < s->model.L)
         warn("--muon-expert-steps %ld is more than --steps %ld: the experts never change", s->muon_expert_steps,
              s->steps);
@@ -152,7 +151,7 @@ Settings settings_read(Settings s, int ranks, const Json* record) {
     if (stage) record = json_get(stage, "options");
     if (record) record_recall(record, stage, &s);
     if (folder && !stage) take_folder(&s, option, folder);
-    if (folder && folder != s.init) set_for_use(&s, folder);
+    if (folder && folder != s.init) set_for_use(&s, option, folder);
     if (!record) set_for_model(&s);
     check_effect(&s);
     if (!record || stage) s.warmup_steps = settings_warmup(&s);

@@ -11,17 +11,16 @@ void model_step_begin(Model* m, int64_t step) {
     const Settings* s = &m->settings;
     const float muon_lr = (float)settings_muon_lr(s, step);
     const StepInputs inputs = {
-        {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps, (float)s->weight_decay,
-         (float)s->clip},
-        {muon_lr, (float)s->muon_momentum, (float)s->weight_decay},
-        {muon_lr * (float)s->muon_expert_steps, (float)s->muon_momentum, (float)s->weight_decay}};
+        {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->weight_decay, (float)s->clip},
+        {muon_lr, (float)s->weight_decay},
+        {muon_lr * (float)s->muon_expert_steps, (float)s->weight_decay}};
     const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
     const double weight = settings_mtp_weight(s, step);
     // Hyperparameters go to device memory, where a replayed graph reads them.
     device_upload(m->step.inputs, &inputs, sizeof(inputs), m->ctx);
-    // Host state: it selects the graph. MTP modules share one weight.
+    // Host state: it selects the graph.
     m->step.late = weight != s->mtp_weight;
-    m->step.mtp_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
+    m->step.mtp_weight = (float)weight;
     m->step.first = 1;
     m->step.experts_wait = step % s->muon_expert_steps != 0;
     // Random numbers of the step. Each rank takes one batch after another.
@@ -32,8 +31,7 @@ void model_step_begin(Model* m, int64_t step) {
     // Counters of the step.
     device_zero(m->step.load, (size_t)experts * sizeof(int64_t), m->ctx);
     if (m->step.margins) device_zero(m->step.margins, (size_t)(experts * MARGIN_BINS) * sizeof(int64_t), m->ctx);
-    if (m->step.measures)
-        device_zero(m->step.stats, (size_t)(blocks * BLOCK_STATS) * sizeof(QuantizationStats), m->ctx);
+    if (m->gemms.stats) device_zero(m->step.stats, (size_t)(blocks * BLOCK_STATS) * sizeof(QuantizationStats), m->ctx);
     step_begin(m->step.state, m->ctx);
 }
 
@@ -53,7 +51,7 @@ static void last_micro_step(void* model) { forward_and_backward((Model*)model, 1
 void model_micro_step(Model* m, int last) {
     // Micro-steps of a kind give the device the same work. After a change of the weights it also quantizes them.
     const int quantizes = m->units[0].version != weights_version(m->sharding);
-    Graph* graph = m->step.measures ? NULL : m->graphs[m->step.first | last << 1 | m->step.late << 2 | quantizes << 3];
+    Graph* graph = m->gemms.stats ? NULL : m->graphs[m->step.first | last << 1 | m->step.late << 2 | quantizes << 3];
     graph_run(graph, last ? last_micro_step : micro_step, m, m->ctx);
     // Host state, which a replayed graph does not change.
     m->step.first = 0;
@@ -64,7 +62,7 @@ void model_micro_step(Model* m, int last) {
 void model_gradient(Model* m, Loader* loader, int64_t step) {
     const Settings* s = &m->settings;
     const int64_t micro_steps = s->tokens_per_step / settings_micro_tokens(s);
-    m->step.measures = s->stats_every && step % s->stats_every == 0;
+    m->gemms.stats = s->stats_every && step % s->stats_every == 0 ? m->step.stats : NULL;
     do {
         model_step_begin(m, step);
         for (int64_t i = 0; i < micro_steps; i++) {

@@ -13,7 +13,7 @@ static void sum_over_ranks(Model* m) {
     const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
     comm_all_reduce(m->world, m->step.load, experts, SUM_I64, m->ctx);
     if (m->step.margins) comm_all_reduce(m->world, m->step.margins, experts * MARGIN_BINS, SUM_I64, m->ctx);
-    if (m->step.measures)  // doubles, all of it
+    if (m->gemms.stats)  // doubles, all of it
         comm_all_reduce(m->world, (double*)m->step.stats,
                         blocks * BLOCK_STATS * (int64_t)(sizeof(QuantizationStats) / sizeof(double)), SUM_DOUBLE,
                         m->ctx);
@@ -67,5 +67,5 @@ void model_update(Model* m, int stop) {
     graph_run(m->graphs[UPDATE_GRAPH + m->step.experts_wait], update, m, m->ctx);
     // Gathered and quantized copies of the weights are old now.
     weights_changed(m->sharding, m->ctx);
-    m->step.measures = 0;
+    m->gemms.stats = NULL;
 }

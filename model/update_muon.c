@@ -50,7 +50,7 @@ static void update_group(Model* m, const MuonGroup* g) {
         list[i] = muon_buffer(m, &u->buffer[param_buffer(g->id)], u->at[g->id], n, m->muon.x + i * n);
     }
     const int buffer = param_buffer(g->id);
-    muon_momentum(list, g->units, m->layout.bf16_moments, muon_of(m, buffer), m->step.state, m->ctx);
+    muon_momentum(list, g->units, m->layout.bf16_moments, m->step.state, m->ctx);
     if (!waits(m, buffer)) {
         orthogonalize(m, g, m->muon.x);
         muon_update(list, g->units, muon_of(m, buffer), m->step.state, m->ctx);
@@ -109,11 +109,10 @@ static void exchange_parts(Model* m, const Wave* wave, floatX* x, int back, Ctx*
     // The momentum comes before the exchange, the update after the return.
     const ExchangeBuffer buffer = {back ? m->muon.parts : x, back ? x : m->muon.parts, ROW * sizeof(floatX)};
     const ExchangeRows there = {send_start, send, recv_start, recv}, home = {recv_start, recv, send_start, send};
-    const Muon* opt = muon_of(m, wave->b);
-    if (!back) muon_momentum(list, wave->count, m->layout.bf16_moments, opt, m->step.state, ctx);
+    if (!back) muon_momentum(list, wave->count, m->layout.bf16_moments, m->step.state, ctx);
     if (!waits(m, wave->b)) {
         comm_exchange(wave_comm(m, wave), &buffer, 1, back ? home : there, ctx);
-        if (back) muon_update(list, wave->count, opt, m->step.state, ctx);
+        if (back) muon_update(list, wave->count, muon_of(m, wave->b), m->step.state, ctx);
     }
     free(list);
     free(rows);

@@ -5,6 +5,7 @@
 
 #include "device/check.h"
 #include "moe/dispatch_windows.h"
+#include "mx/mxfp8.h"
 
 struct Dispatch {
     Pool* pool;
@@ -159,9 +160,9 @@ static void pack(Dispatch* d, void* recv, const void* send, size_t row_bytes) {
 // The buffers of rows: values, or elements and scales.
 static void pack_rows(Dispatch* d, Rows recv, Rows send) {
     const int64_t C = send.columns;
-    if (send.packed) {
+    if (is_packed(send)) {
         pack(d, recv.bytes.q, send.bytes.q, (size_t)C);
-        pack(d, recv.bytes.scale, send.bytes.scale, (size_t)send.format->scale_bytes(C));
+        pack(d, recv.bytes.scale, send.bytes.scale, (size_t)mx_stride(C));
     } else {
         pack(d, recv.value, send.value, (size_t)C * sizeof(floatX));
     }
@@ -225,12 +226,11 @@ static void dispatch_pack_sorted(Dispatch* d, const Route* r, AllToAll* t, Rows 
     // Rows arrive in the sender's format. With one rank they are the tokens themselves.
     t->arrived = t->result;
     t->arrived.format = sorted.format;
-    t->arrived.packed = sorted.packed;
     if (d->comm)
         pack_rows(d, t->arrived, sorted);
     else
         t->arrived = sorted;
-    t->arrived.by_token = 1;
+    t->arrived.form = rows_form(is_packed(sorted), 1);
 }
 
 void dispatch_pack(Dispatch* d, const Route* r, AllToAll* t, const floatX* x, const Rows* kept, Ctx* ctx) {
@@ -281,11 +281,9 @@ void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx
 
 static Rows combine_back(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
     // Row i of `sent` now has the partial sum of the rank that received row i.
-    Rows back = t->sent;
-    back.format = r->shape.combine;
-    back.packed = back.format != NULL;
+    const Format* packed = r->shape.combine;
     event_wait(d->there, ctx);
-    return rows_as(t->sent, back, NULL, ctx);
+    return rows_as(t->sent, packed ? rows_packed(t->sent, packed) : t->sent, NULL, ctx);
 }
 
 void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, floatX* y, int accumulate, real* dgate,
@@ -300,7 +298,7 @@ void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, 
     }
     // One rank: the sum is still quantized as combine would send it.
     if (s.combine)
-        s.combine->unpack(y, sums_here(r, t, sums, ctx).bytes, s.N, s.C, accumulate, ctx);
+        mx_dequantize(y, sums_here(r, t, sums, ctx).bytes, s.N, s.C, accumulate, ctx);
     else
         unpermute_rows(y, sums.rows, sums.gate, sums.ragged, s.N, s.K, s.C, accumulate, ctx);
     if (dgate) unpermute_gates(dgate, sums.drow_gate, sums.gate_parts, sums.ragged, s.N, s.K, ctx);

@@ -2,6 +2,7 @@
 
 #include "layers/matmul.h"
 #include "layers/swiglu.h"
+#include "linear/quantized.h"
 #include "moe/moe_buffers.h"
 
 size_t moe_workspace(MoeShape s) {
@@ -60,7 +61,7 @@ static void shared_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWe
 // dW = dy^T x. One operand has width C and its memory, the other F or 2F. W13's x comes by token.
 static void expert_wgrad(const Weight* w, Rows dy, Rows x, const MoeBackwardBuffers* t, Ragged ragged, Ctx* ctx) {
     const Rows of_C = format_packed(w->wgrad) ? t->channels : t->rows, of_F = t->dh_quantized;
-    grouped_wgrad(w, dy, x.by_token ? of_F : of_C, x, x.by_token ? of_C : of_F, ragged, ctx);
+    grouped_wgrad(w, dy, is_by_token(x) ? of_F : of_C, x, is_by_token(x) ? of_C : of_F, ragged, ctx);
 }
 
 void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, float aux, MoeShape s,

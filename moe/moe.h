@@ -11,7 +11,7 @@
 // experts' outputs (grouped/experts.h). Source: DeepSeek-V2 (arXiv 2405.04434) section 2.2, DeepSeek-V3 (arXiv
 // 2412.19437) section 2.1.2.
 //
-// Precision is a property of the tensors (linear/format.h); docs/precision.md has its rules.
+// Precision is a property of the tensors (mx/format.h); docs/precision.md has its rules.
 #pragma once
 
 #include "linear/linear.h"

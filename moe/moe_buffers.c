@@ -4,6 +4,7 @@
 
 #include "device/check.h"
 #include "grouped/grouped_gemm.h"
+#include "linear/quantized.h"
 
 static void plan_choices(Arena* a, MoeSaved* saved, MoeShape s) {
     memset(saved, 0, sizeof(*saved));

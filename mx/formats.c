@@ -4,21 +4,21 @@
 #include "mx/mx_stats.h"
 
 static void round_values(const Format* f, floatX* out, const floatX* x, Ragged groups, int64_t columns, int by_column,
-                         Draw draw, Ctx* ctx) {
-    if (by_column)
+                         Draw draw, QuantizationStats* stats, Ctx* ctx) {
+    if (stats)
+        mx_stats(stats, x, NULL, 1, groups.capacity, columns, f->recipe, ctx);
+    else if (by_column)
         mx_round_columns(out, x, groups, columns, f->recipe, ctx);
     else
         mx_round_rows(out, x, groups.capacity, columns, f->recipe, ctx);
 }
 
 static void round_weight(const Format* f, floatX* forward, floatX* back, const floatX* w, int64_t count, int64_t OC,
-                         int64_t IC, Ctx* ctx) {
-    mx_round_weight(forward, back, w, count, OC, IC, f->recipe.scale, ctx);
-}
-
-static void measure(const Format* f, QuantizationStats* stats, const floatX* x, const Weight* w, int64_t rows,
-                    int64_t columns, Ctx* ctx) {
-    mx_stats(stats, x, w ? w->forward.packed.scale : NULL, w ? w->count : 1, rows, columns, f->recipe, ctx);
+                         int64_t IC, QuantizationStats* stats, Ctx* ctx) {
+    if (stats)
+        mx_stats(stats, w, NULL, count, OC, IC, f->recipe, ctx);
+    else
+        mx_round_weight(forward, back, w, count, OC, IC, f->recipe.scale, ctx);
 }
 
 // --- Four bits ---
@@ -32,39 +32,32 @@ static Fp4Blocks fp4_blocks(const Format* f, int weight) {
 
 // In wgrad both operands get the same transform, which their product does not show.
 static void fp4_round_values(const Format* f, floatX* out, const floatX* x, Ragged groups, int64_t columns,
-                             int by_column, Draw draw, Ctx* ctx) {
+                             int by_column, Draw draw, QuantizationStats* stats, Ctx* ctx) {
     const Fp4Blocks down = {f->recipe.align, 1, 1, f->recipe.scale};
-    const Fp4Work work = {out, NULL, x, groups, columns, by_column ? down : fp4_blocks(f, 0), draw, NULL};
+    const Fp4Work work = {out, NULL, x, groups, columns, by_column ? down : fp4_blocks(f, 0), draw, stats};
     fp4_round(work, ctx);
 }
 
 static void fp4_round_weight(const Format* f, floatX* forward, floatX* back, const floatX* w, int64_t count, int64_t OC,
-                             int64_t IC, Ctx* ctx) {
-    const Fp4Work work = {forward, back, w, ragged_matrices(count, OC), IC, fp4_blocks(f, 1), {NULL, 0}, NULL};
-    fp4_round(work, ctx);
-}
-
-static void fp4_measure(const Format* f, QuantizationStats* stats, const floatX* x, const Weight* w, int64_t rows,
-                        int64_t columns, Ctx* ctx) {
-    const Ragged groups = ragged_matrices(w ? w->count : 1, rows);
-    const Fp4Work work = {NULL, NULL, x, groups, columns, fp4_blocks(f, w != NULL), {NULL, 0}, stats};
+                             int64_t IC, QuantizationStats* stats, Ctx* ctx) {
+    const Fp4Work work = {forward, back, w, ragged_matrices(count, OC), IC, fp4_blocks(f, 1), {NULL, 0}, stats};
     fp4_round(work, ctx);
 }
 
 // --- The table ---
 
-#define MXFP8(scale, align, gemms)                                                                                     \
-    { {scale, align}, 0, round_values, round_weight, measure, mx_stride, mx_quantize, mx_dequantize, gemms }
+#define MXFP8(scale, align, packing)                                                                                   \
+    { {scale, align}, 0, packing, round_values, round_weight }
 #define FP4(scale, align, bf16_blocks, round)                                                                          \
-    { {scale, align}, bf16_blocks, round, fp4_round_weight, fp4_measure, NULL, NULL, NULL, NULL }
+    { {scale, align}, bf16_blocks, NOT_PACKED, round, fp4_round_weight }
 // A format with both rules of rounding a scale.
 #define ROW(FORMAT, ...)                                                                                               \
     { FORMAT(MX_RCEIL, __VA_ARGS__), FORMAT(MX_FLOOR, __VA_ARGS__) }
 static const Format table[FORMATS - FORMAT_MXFP8][2] = {
-    ROW(MXFP8, MX_CHUNK, &mxfp8_gemms),       // mxfp8
+    ROW(MXFP8, MX_CHUNK, PACKED_GEMMS),       // mxfp8
     ROW(FP4, 16, 0.15, fp4_round_values),     // nvfp4
     ROW(FP4, MX_BLOCK, 0, fp4_round_values),  // mxfp4
-    ROW(MXFP8, 1, NULL),                      // mxfp8-exact
+    ROW(MXFP8, 1, PACKED_ROWS),               // mxfp8-exact
     ROW(FP4, MX_BLOCK, 0, NULL),              // mxfp4-weights
 };
 

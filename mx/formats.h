@@ -1,7 +1,7 @@
-// The table of number formats (linear/format.h): the formats of --precision and their parts.
+// The table of number formats (mx/format.h): the formats of --precision and their parts.
 //
 //   name          elements             scale of                          GEMMs read
-//   mxfp8         e4m3 (mx/mxfp8.h)    128 elements, weights: a tile     packed (mx/packed_gemms.c)
+//   mxfp8         e4m3 (mx/mxfp8.h)    128 elements, weights: a tile     packed (linear/quantized.c)
 //   mxfp8-exact   e4m3                 32 elements                       values
 //   nvfp4         e2m1 (mx/fp4.h)      16 elements, weights: 16 x 16     values
 //   mxfp4         e2m1                 32 elements, weights: 32 x 32     values
@@ -14,7 +14,6 @@
 // Each has a row for both rules of rounding a scale (MxScale). NVFP4 reads neither.
 #pragma once
 
-#include "linear/packed.h"
 #include "mx/mxfp8.h"
 
 // The choices of --precision, in its order. Those of its parts are the first of them.
@@ -29,5 +28,3 @@ typedef enum {
 } FormatId;
 // id: a FormatId; scale_rule: an MxScale. FORMAT_BF16: NULL, which is floatX.
 const Format* format_of_id(int64_t id, int64_t scale_rule);
-
-extern const PackedGemms mxfp8_gemms;  // mx/packed_gemms.c

@@ -23,7 +23,7 @@
 // sections 2 and 4, appendix C.
 #pragma once
 
-#include "linear/format.h"
+#include "mx/format.h"
 
 // The revision of these values, which checkpoints record. It is raised with every change of a value: a resumed run has
 // the rounding that it began with.

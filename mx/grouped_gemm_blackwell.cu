@@ -88,13 +88,7 @@ void grouped_gemm_lt_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, i
             const ScaleTiles x_tile = {x.scale + row * mx_stride(IC), 1, mx_stride(IC), 1, 1};
             mx_blackwell_scales(of_x, x_tile, valid, blocks, ctx);
             lt_multiply({y + row * OC, OC}, {x.q + row * IC, IC}, {w.q + e * OC * IC, IC},
-                        {.m = rows,
-                         .n = OC,
-                         .k = IC,
-                         .transpose_b = true,
-                         .a_scale = of_x,
-                         .b_scale = of_w},
-                        ctx);
+                        {.m = rows, .n = OC, .k = IC, .transpose_b = true, .a_scale = of_x, .b_scale = of_w}, ctx);
         }
 
         // Zero the pad rows.

@@ -10,7 +10,7 @@
 // of 255 gives NaN in all sums that use it. On the GPU the product of the two scales is a float32: NaN from 2^128, 0
 // below 2^-149. (The loss is below 2^-124, because a chunk's sum is below 2^25.)
 //
-// On the GPU the last group may end beyond capacity, at the next multiple of 128 (linear/linear.c, whose rows are
+// On the GPU the last group may end beyond capacity, at the next multiple of 128 (linear/quantized.c, whose rows are
 // the tokens). These rows of x are not read, and those of y not written. x_scale must include them, with any content.
 // Workspace: as in grouped/grouped_gemm.h.
 #pragma once

@@ -1,6 +1,6 @@
-// Self-test of the MXFP8 GEMM on this machine: a small random case against sums in double. With --precision mxfp8 it runs
-// before the first step and takes a few milliseconds. The GEMM depends on the scale layout of the tensor cores or of a
-// library. A wrong layout gives a loss that looks almost right.
+// Self-test of the MXFP8 GEMM on this machine: a small random case against sums in double. With --precision mxfp8 it
+// runs before the first step and takes a few milliseconds. The GEMM depends on the scale layout of the tensor cores or
+// of a library. A wrong layout gives a loss that looks almost right.
 #pragma once
 
 #include "mx/grouped_gemm_mx.h"

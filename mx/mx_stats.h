@@ -3,10 +3,9 @@
 // matmul_workspace() (layers/matmul.h).
 #pragma once
 
-#include "linear/format.h"
 #include "mx/mxfp8.h"
 
 // Statistics of x (count, rows, columns): of mx_quantize with `tiles` NULL. Else those of mx_quantize_tiles, from the
 // scales that it wrote; `inexact` compares with blocks of 32 along the columns.
-void mx_stats(QuantizationStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
-              MxRecipe recipe, Ctx* ctx);
+void mx_stats(QuantizationStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows,
+              int64_t columns, MxRecipe recipe, Ctx* ctx);

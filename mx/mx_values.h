@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/values.h"
-#include "linear/format.h"
+#include "mx/format.h"
 
 static inline BOTH_SIDES uint32_t bits_of(float x) {
     uint32_t u;

@@ -38,7 +38,7 @@
 // multiples of 32, and all buffers are aligned to 16 bytes.
 #pragma once
 
-#include "linear/format.h"
+#include "mx/format.h"
 
 typedef enum { MX_RCEIL, MX_FLOOR } MxScale;
 // scale: an MxScale. align: 1 or 128; mx_quantize_channels: 128 or 512.

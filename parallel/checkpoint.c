@@ -20,7 +20,7 @@
 #include "parallel/slices.h"
 #include "parallel/watch.h"
 
-// A file of the checkpoint. For a text, `header` is the whole file.
+// A file of the checkpoint. Where it has no tensors, `header` is the whole file.
 typedef struct SavedFile {
     char name[sizeof(((CheckpointFile*)0)->name)];
     char* header;
@@ -33,8 +33,8 @@ struct Saver {
     char* out;
     const Folder* held;  // rank 0: `out` as it was at the start
     int keep;
-    SavedFile texts[8];  // of saver_add_text
-    int text_count;
+    SavedFile others[8];  // of saver_add_file
+    int other_count;
     pthread_t thread;
     bool running;
     // Used by the thread while it runs. `buffer` has this rank's slices, one after another.
@@ -43,7 +43,7 @@ struct Saver {
     FileSlice* slices;
     int64_t slice_count;
     SavedFile* files;
-    int tensor_files, count;  // files of tensors, then texts
+    int tensor_files, count;  // files of tensors, then others
     int64_t step;
     Path folder;   // the temporary one
     char* record;  // the manifest up to its list of files
@@ -95,12 +95,12 @@ Saver* saver_create(Ranks* world, const char* out, int keep, const Folder* held)
     return s;
 }
 
-void saver_add_text(Saver* s, const char* name, const char* text) {
-    ASSERT(s->text_count < (int)(sizeof(s->texts) / sizeof(s->texts[0])));
-    SavedFile* file = &s->texts[s->text_count++];
+void saver_add_file(Saver* s, const char* name, const char* data, size_t bytes) {
+    ASSERT(s->other_count < (int)(sizeof(s->others) / sizeof(s->others[0])));
+    SavedFile* file = &s->others[s->other_count++];
     snprintf(file->name, sizeof(file->name), "%s", name);
-    file->header = host_strdup(text);
-    file->header_bytes = file->bytes = (int64_t)strlen(text);
+    file->header = (char*)memcpy(host_alloc(bytes), data, bytes);
+    file->header_bytes = file->bytes = (int64_t)bytes;
 }
 
 void checkpoint_wait(Saver* s) {
@@ -111,7 +111,7 @@ void checkpoint_wait(Saver* s) {
 void saver_destroy(Saver* s) {
     checkpoint_wait(s);
     ranks_free(s->group);
-    for (int i = 0; i < s->text_count; i++) free(s->texts[i].header);
+    for (int i = 0; i < s->other_count; i++) free(s->others[i].header);
     free(s->buffer);
     free(s->out);
     free(s);
@@ -158,8 +158,8 @@ static void make_folder(const Saver* s) {
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
 }
 
-// Rank 0 makes files `from` to `end` - 1 with their headers, which for a text is all of it. The others wait after each
-// file: the watchdog's limit applies to one file, as a slow disk may take longer for all.
+// Rank 0 makes files `from` to `end` - 1 with their headers, which without tensors is all of it. The others wait after
+// each file: the watchdog's limit applies to one file, as a slow disk may take longer for all.
 static void make_files(const Saver* s, int from, int end) {
     for (int i = from; i < end; i++) {
         if (ranks_index(s->group) == 0) make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
@@ -400,9 +400,9 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     s->buffer = (char*)host_at_least(s->buffer, &s->capacity, bytes);
     s->slices = (FileSlice*)host_alloc(slices * sizeof(FileSlice));
     s->slice_count = 0;
-    s->files = (SavedFile*)host_alloc((size_t)(count + s->text_count) * sizeof(SavedFile));
+    s->files = (SavedFile*)host_alloc((size_t)(count + s->other_count) * sizeof(SavedFile));
     s->tensor_files = count;
-    s->count = count + s->text_count;
+    s->count = count + s->other_count;
     s->step = r->step;
     s->folder = step_path(s->out, r->step, ".tmp");
     s->record = host_format(
@@ -413,7 +413,7 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     // The copy to host memory. Training continues after it.
     char* to = s->buffer;
     for (int i = 0; i < count; i++) to = copy_file(s, i, &files[i], to, ctx);
-    memcpy(s->files + count, s->texts, (size_t)s->text_count * sizeof(SavedFile));
+    memcpy(s->files + count, s->others, (size_t)s->other_count * sizeof(SavedFile));
 
     // The thread writes the files.
     int rc = pthread_create(&s->thread, NULL, saver_thread, s);

@@ -63,8 +63,8 @@ typedef struct CheckpointRecord {
 // as it was locked, checked before each change in it; NULL elsewhere, and where nothing was locked.
 typedef struct Saver Saver;
 Saver* saver_create(Ranks* world, const char* out, int keep, const Folder* held);
-// Adds a text file to every checkpoint from now on, written by rank 0. All ranks add the same ones.
-void saver_add_text(Saver* saver, const char* name, const char* text);
+// Adds a file of these bytes to every checkpoint from now on, written by rank 0. All ranks add the same ones.
+void saver_add_file(Saver* saver, const char* name, const char* data, size_t bytes);
 // Waits for the last save, then frees the saver.
 void saver_destroy(Saver* saver);
 

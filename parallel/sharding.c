@@ -10,7 +10,7 @@
 
 #include "device/check.h"
 
-enum { SLOTS = 3 };  // two that alternate, and one for units that would need the pinned one
+enum { SLOTS = 2 };  // they alternate
 
 // Memory for the gathered weights and the whole gradients of one unit at a time.
 typedef struct Slot {
@@ -24,7 +24,7 @@ typedef struct Slot {
 
 // The units, the slots and the streams. One thread of the host makes all calls.
 struct Sharding {
-    int count, pinned;
+    int count;
     ParamBuffer** units;  // (count) x (BUFFERS)
     Comm *world, *expert_dp;
     Ctx* side_stream;  // all-gathers and reductions, in the order of the calls
@@ -96,23 +96,18 @@ void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments, int rounded) 
 // The group that shards buffer i: all ranks, or the ranks that own the same experts.
 static Comm* comm_of(const Sharding* s, int i) { return i == EXPERT_PARAMS ? s->expert_dp : s->world; }
 
-// Units after the pinned unit do not use its slot.
-static int slot_of(const Sharding* s, int unit) {
-    return unit > s->pinned && (unit - s->pinned) % 2 == 0 ? 2 : unit % 2;
-}
+static Slot* slot_of(Sharding* s, int unit) { return &s->slots[unit % SLOTS]; }
 
-Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int pinned) {
+Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count) {
     Sharding* s = (Sharding*)host_alloc(sizeof(Sharding));
     s->count = count;
-    s->pinned = pinned;
     s->units = (ParamBuffer**)host_alloc((size_t)count * sizeof(ParamBuffer*));
     memcpy(s->units, units, (size_t)count * sizeof(ParamBuffer*));
 
     // A slot is as large as the largest of its units.
     for (int i = 0; i < SLOTS; i++) {
         int64_t weights = 0, grads = 0;
-        for (int u = 0; u < count; u++) {
-            if (slot_of(s, u) != i) continue;
+        for (int u = i; u < count; u += SLOTS) {
             const ParamBuffer *dense = &units[u][DENSE_PARAMS], *experts = &units[u][EXPERT_PARAMS];
             weights = max_i64(weights, slotted_weight(dense) * dense->n + slotted_weight(experts) * experts->n);
             grads = max_i64(grads, slotted_grad(dense) * dense->n + slotted_grad(experts) * experts->n);
@@ -126,8 +121,8 @@ Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count
 
 // Pointers into other arrays. A unit's sharded buffers follow each other in its slot, always at the same addresses. For
 // replicated buffers, owned_weight and own_grad point into the whole array.
-static void set_pointers(const Sharding* s, int unit) {
-    const Slot* slot = &s->slots[slot_of(s, unit)];
+static void set_pointers(Sharding* s, int unit) {
+    const Slot* slot = slot_of(s, unit);
     floatX* weight = slot->weight;
     real* grad = slot->grad;
     for (int i = 0; i < BUFFERS; i++) {
@@ -205,7 +200,7 @@ static void gather(Sharding* s, int unit, int slotted) {
 void weights_start(Sharding* s, int unit) {
     if (unit < 0 || unit >= s->count || !communicates(s)) return;
     // Nothing is to do if the newest version of these weights is in the slot or in flight.
-    Slot* slot = &s->slots[slot_of(s, unit)];
+    Slot* slot = slot_of(s, unit);
     if (slot->unit == unit && slot->version == s->version) return;
 
     // The slot's old weights must no longer be in use.
@@ -221,7 +216,7 @@ void weights_get(Sharding* s, int unit, Ctx* ctx) {
 }
 
 void weights_release(Sharding* s, int unit, Ctx* ctx) {
-    if (communicates(s)) event_record(s->slots[slot_of(s, unit)].free, ctx);
+    if (communicates(s)) event_record(slot_of(s, unit)->free, ctx);
 }
 
 // Replicated weights (--shard optimizer and grads) are gathered at once, sharded ones by weights_start.
@@ -236,7 +231,7 @@ int64_t weights_version(const Sharding* s) { return s->version; }
 
 // A slot has the gradients of another unit: it may be overwritten when these have been reduced.
 void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
-    if (communicates(s)) event_wait(s->slots[slot_of(s, unit)].reduced, ctx);
+    if (communicates(s)) event_wait(slot_of(s, unit)->reduced, ctx);
     for (int i = 0; i < BUFFERS; i++) s->units[unit][i].fresh = first || slotted_grad(&s->units[unit][i]);
 }
 
@@ -258,7 +253,7 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
             comm_all_reduce(comm_of(s, i), p->grad, p->n, SUM_REAL, s->side_stream);
         }
     }
-    if (communicates(s)) event_record(s->slots[slot_of(s, unit)].reduced, s->side_stream);
+    if (communicates(s)) event_record(slot_of(s, unit)->reduced, s->side_stream);
     return s->side_stream;
 }
 

@@ -37,13 +37,8 @@
 // also in slots, are reduce-scattered. Gradients are summed in real. With P = 1 every level is the same, and there is
 // no communication.
 //
-// One unit is used twice: the head, before and after the MTP modules that follow it. Its weights and gradients stay
-// pinned in their slot, so it is gathered and reduced once, like the others. The unit after it uses the other slot.
-// Later units that would need the pinned slot use a third one, as large as the largest of them. (Without pinning, the
-// head, which may be the largest unit of all, would be gathered twice.)
-//
-//   unit   1  2  3  head = 4  5  6  7  8
-//   slot   1  0  1  0         1  2  1  2
+// One unit is used twice: the head, before and after the MTP module. The module is the last unit, and uses the other
+// slot. So the head stays in its slot, and is gathered and reduced once, like the others.
 #pragma once
 
 #include "device/arena.h"
@@ -98,8 +93,8 @@ const floatX* rounded_grad_at(const ParamBuffer* buffer, int64_t at);
 // Names the buffer's arrays in `arena`. rounded 1: its gradient is rounded to floatX. Only whole buffers that one rank
 // owns alone, in steps of one micro-step.
 void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments, int rounded);
-// Names the slots, which all units share. units: (count) x (BUFFERS); `pinned` is the pinned unit.
-Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int pinned);
+// Names the slots, which all units share. units: (count) x (BUFFERS).
+Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count);
 
 // Sets pointers, streams and events after the arena is allocated. world and expert_dp (expert data parallelism: the
 // ranks that own the same experts) are NULL with one rank. workspace: bytes of the side stream's workspace, for work
@@ -109,7 +104,7 @@ void sharding_destroy(Sharding* sharding);
 
 // Prefetch: weights_start starts the all-gather of a unit's weights, unless they are in the slot or in flight. Use:
 // weights_get also starts it, and makes ctx wait for the weights; the host does not wait. Then weights_release frees
-// the slot for the next unit. Between get and release of a unit, only its neighbours and the pinned unit may be
+// the slot for the next unit. Between get and release of a unit, only its neighbours may be
 // started. The pointers `weight` and `grad` do not change after sharding_connect, only the contents do.
 void weights_start(Sharding* sharding, int unit);
 void weights_get(Sharding* sharding, int unit, Ctx* ctx);

@@ -4,7 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #include <zlib.h>
 
 #include "device/check.h"
@@ -43,12 +42,11 @@ static void check_tokenizer(const char* option, const char* path, const Settings
     tokenizer_close(other);
 }
 
-void evaluate_tokenizer(Ranks* world, const Settings* s, const Tokenizer* tokenizer) {
+void evaluate_tokenizer(Ranks* world, const Settings* s, const Tokenizer* tokenizer, bool resumed) {
     agree_on_data(world, "--tokenizer", tokenizer_hash(tokenizer));
     const char *option, *folder = settings_folder(s, &option);
-    if (!folder) return;
-    Path own = path_of("%s/tokenizer.json", folder);
-    if (access(own.text, F_OK) == 0) check_tokenizer(option, own.text, s, tokenizer);
+    if (!folder || resumed) return;
+    check_tokenizer(option, tokenizer_of_folder(option, folder).text, s, tokenizer);
     const int64_t hash = hub_tokenizer(folder);
     if (hash && hash != tokenizer_hash(tokenizer))
         die(EXIT_USAGE,
@@ -289,6 +287,14 @@ Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokeniz
                 "--eval: %s was made with another tokenizer than %s, or another end of text: make it again by "
                 "scripts/prepare_eval.py with the --tokenizer and --eot of the training data",
                 files[i].name, *s->tokenizer ? s->tokenizer : "bytes");
+        for (const Choice* choice = files[i].list; choice <= last; choice++)
+            for (int64_t k = choice->ending; k < choice->ending + choice->ending_length; k++) {
+                int length;
+                if (!tokenizer_decode(tokenizer, files[i].ids[k], &length))
+                    die(EXIT_USAGE,
+                        "--eval: %s: token %d has no bytes in %s, and scores need the length of endings in bytes",
+                        files[i].name, files[i].ids[k], *s->tokenizer ? s->tokenizer : "bytes");
+            }
         crc = crc32_z(crc, (const Bytef*)files[i].ids,
                       (size_t)(last->ending + last->ending_length) * sizeof(files[i].ids[0]));
     }

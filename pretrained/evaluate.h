@@ -10,8 +10,9 @@
 // `train` (NULL: there is no training) gets a warning.
 Shards* evaluate_shards(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, const Shards* train);
 // Ends the run where the tokenizer is another on some rank, or another than that of the folder of --init, --sample or
-// --evaluate: by its tokenizer.json, and by the hash in its manifest, if it has one.
-void evaluate_tokenizer(Ranks* world, const Settings* settings, const Tokenizer* tokenizer);
+// --evaluate: by its tokenizer.bin, and by the hash in its manifest, if it has one. A folder with only a
+// tokenizer.json is refused. resumed: the run goes on from a checkpoint of its own, so the folder is not read.
+void evaluate_tokenizer(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, bool resumed);
 // Ends the run where a shard of --train or --val (`option`, without the dashes) has the file of another tokenizer. One
 // without a file passes.
 void evaluate_tokenizers(const char* option, const Shards* shards, const Settings* settings,
@@ -36,8 +37,8 @@ typedef struct ScoreRecord {
 ScoreRecord evaluate_choices(Model* model, const Choices* choices, const Tokenizer* tokenizer);
 
 // The questions of --eval, *count files of different names, the same on all ranks; NULL without. Their ids are the
-// tokenizer's, and with its end of text the model's; no ending is longer than --seq-len. A file that names its
-// tokenizer must name this one. A warning has the number of questions that are cut.
+// tokenizer's, and with its end of text the model's; no ending is longer than --seq-len or has a token without bytes. A
+// file that names its tokenizer must name this one. A warning has the number of questions that are cut.
 Choices* evaluate_open(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, int* count);
 // Evaluates every file, and prints a line for each. `line`, unless it is NULL, gets members of a line of the log
 // (data/runlog.h): the scores NAME_acc and NAME_acc_norm, and NAME_cut, the questions that are cut.

@@ -10,8 +10,6 @@
 #include "model/hub.h"
 #include "model/persist.h"
 
-static const size_t TOKENIZER_LIMIT = (size_t)256 << 20;
-
 // Which file holds which tensor.
 static char* index_json(Model* m) {
     int count;
@@ -39,23 +37,28 @@ static char* index_json(Model* m) {
     return json;
 }
 
-// Copies the JSON files of --tokenizer's name into the model's folder, under their Hugging Face names.
+// Copies the file of --tokenizer, and the JSON files of its name, into the model's folder, under their usual names.
 static void add_tokenizer(Saver* saver, const char* tokenizer) {
-    const char* const endings[2] = {".json", "_config.json"};
     const char *slash = strrchr(tokenizer, '/'), *dot = strrchr(slash ? slash : tokenizer, '.');
-    for (int i = 0; i < 2 && dot; i++) {
-        Path path = path_of("%.*s%s", (int)(dot - tokenizer), tokenizer, endings[i]);
-        char* text = read_file(path.text, TOKENIZER_LIMIT, NULL);
-        // A missing file is reported and is no error.
-        if (!text && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", path.text, file_error(errno));
-        if (text && !*text) die(EXIT_USAGE, "--tokenizer: %s beside it is empty", path.text);
-        if (text)
-            saver_add_text(saver, i ? "tokenizer_config.json" : "tokenizer.json", text);
+    const int stem = (int)(dot ? (size_t)(dot - tokenizer) : strlen(tokenizer));
+    const Path paths[] = {path_of("%s", tokenizer), path_of("%.*s.json", stem, tokenizer),
+                          path_of("%.*s_config.json", stem, tokenizer)};
+    static const char* const names[] = {"tokenizer.bin", "tokenizer.json", "tokenizer_config.json"};
+    for (int i = 0; i < 3; i++) {
+        size_t size;
+        char* data = read_file(paths[i].text, TOKENIZER_LIMIT, &size);
+        // A missing JSON file is reported and is no error.
+        if (!data && (errno != ENOENT || i == 0))
+            die(EXIT_FAILED, "cannot read %s: %s", paths[i].text, file_error(errno));
+        if (data && !size) die(EXIT_USAGE, "--tokenizer: %s beside it is empty", paths[i].text);
+        if (data)
+            saver_add_file(saver, names[i], data, size);
         else
-            printf("export     there is no %s: %s\n", path.text,
-                   i ? "transformers will not know the end of text" : "checkpoints have no tokenizer for transformers");
-        free(text);
-        if (!text) break;
+            printf("export     there is no %s: %s\n", paths[i].text,
+                   i == 2 ? "transformers will not know the end of text"
+                          : "checkpoints have no tokenizer for transformers");
+        free(data);
+        if (!data) break;
     }
 }
 
@@ -64,10 +67,10 @@ void export_files(Saver* saver, Model* m, const Tokenizer* tokenizer) {
     char *config = hub_config(&m->settings, eot), *index = index_json(m);
     char *ends = hub_end_of_text(eot), *generation = host_format("{\n%s\n}\n", ends);
     // The files of the model, then those of its tokenizer.
-    saver_add_text(saver, "config.json", config);
-    saver_add_text(saver, "generation_config.json", generation);
-    saver_add_text(saver, "model.safetensors.index.json", index);
-    add_tokenizer(saver, m->settings.tokenizer);
+    saver_add_file(saver, "config.json", config, strlen(config));
+    saver_add_file(saver, "generation_config.json", generation, strlen(generation));
+    saver_add_file(saver, "model.safetensors.index.json", index, strlen(index));
+    if (*m->settings.tokenizer) add_tokenizer(saver, m->settings.tokenizer);
     const char* why = hub_misfit(&m->settings);
     if (why)
         printf("export     transformers cannot compute this model, so its config.json has model_type train_moe: %s\n",

@@ -3,11 +3,13 @@
 //   config.json                   DeepSeek-V3's keys where scores are sigmoid, V2's where they are softmax
 //   generation_config.json        the token that ends a text
 //   model.safetensors.index.json  which file holds which tensor of the model (moments and manifest are none of it)
-//   tokenizer.json, tokenizer_config.json   from the folder of --tokenizer: NAME_tokenizer.json for NAME_tokenizer.bin
+//   tokenizer.bin                 the file of --tokenizer, for --init, --sample and --evaluate
+//   tokenizer.json, tokenizer_config.json   for transformers, from the same folder: NAME.json for NAME.bin
 //
-// transformers' AutoModelForCausalLM.from_pretrained loads the folder as it is. MTP modules are layers after the last
-// one, as in DeepSeek-V3, and transformers ignores them. They share embedding and lm_head, which are not repeated under
-// their names: each copy would be V x C more elements in every checkpoint. scripts/export.py repeats them in a release.
+// transformers' AutoModelForCausalLM.from_pretrained loads the folder as it is. The MTP module is a layer after the
+// last one, as in DeepSeek-V3, and transformers ignores it. It shares embedding and lm_head, which are not repeated
+// under its names: each copy would be V x C more elements in every checkpoint. scripts/export.py repeats them in a
+// release.
 #pragma once
 
 #include "data/tokenizer.h"

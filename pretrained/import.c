@@ -163,14 +163,12 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
     free(scales);
 }
 
-// Whether the folder has a tensor of this layer.
-static bool has_layer(const Import* in, int layer) {
-    char* prefix = host_format("model.layers.%d.", layer);
-    bool found = false;
-    for (int i = 0; i < in->count; i++)
-        for (int t = 0; t < in->files[i]->count; t++)
-            found |= strncmp(in->files[i]->tensors[t].name, prefix, strlen(prefix)) == 0;
-    free(prefix);
+// Whether the folder has an MTP module as this layer: one with an eh_proj.
+static bool has_module(Import* in, int64_t layer) {
+    const SafeTensors* st;
+    char* mark = host_format("model.layers.%ld.eh_proj.weight", layer);
+    const bool found = find(in, mark, &st) != NULL;
+    free(mark);
     return found;
 }
 
@@ -188,7 +186,8 @@ static void check_copy(Import* in, const Layout* l, int layer, const char* copy,
         read_raw(main, original, at, count, other);
         same = memcmp(in->raw, other, (size_t)count * st_dtype_bytes(t->dtype)) == 0;
     }
-    if (!same) die(EXIT_USAGE, "%s: tensor %s is not the same as %s, which modules of --mtp share", st->path, name, of);
+    if (!same)
+        die(EXIT_USAGE, "%s: tensor %s is not the same as %s, which the module of --mtp shares", st->path, name, of);
     free(name);
     free(other);
 }
@@ -220,17 +219,6 @@ static void load_unit(Import* in, Model* m, int unit) {
     check_copy(in, &m->layout, u->layer, "shared_head.head.weight", "lm_head.weight");
 }
 
-// Whether a tensor is of an MTP module behind the model's layers: one with an eh_proj. A block there would be lost.
-static bool of_other_module(Import* in, const char* name, int64_t layers) {
-    int64_t layer;
-    const SafeTensors* st;
-    if (sscanf(name, "model.layers.%ld.", &layer) != 1 || layer < layers) return false;
-    char* mark = host_format("model.layers.%ld.eh_proj.weight", layer);
-    const bool found = find(in, mark, &st) != NULL;
-    free(mark);
-    return found;
-}
-
 // `option` named the folder.
 static void import_weights(Model* m, Ranks* world, const char* option, const char* folder) {
     // The files, and chunks of host memory.
@@ -239,26 +227,33 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
     in.values = (real*)host_alloc((size_t)READ_ELEMENTS * sizeof(real));
     open_sources(&in);
     check_sources(&in, world);
+    const int64_t layers = m->config.L;
+    if (m->config.mtp && has_module(&in, layers + 1))
+        die(EXIT_USAGE,
+            "--%s %s: it has more than one MTP module, and --mtp 1 takes one: without --mtp all are left out", option,
+            folder);
 
-    // All units: read, or initialized where the folder lacks an MTP module.
+    // All units: read, or initialized where the folder lacks the MTP module.
     for (int u = 0; u < params_units(&m->config); u++) {
         const int layer = m->units[u].layer;
-        if (m->units[u].kind != UNIT_MODULE || has_layer(&in, layer)) {
+        if (m->units[u].kind != UNIT_MODULE || has_module(&in, layer)) {
             load_unit(&in, m, u);
         } else {
             params_init_unit(m->units, u, &m->config, &m->layout, (uint64_t)m->settings.seed, m->ctx);
-            printf("weights    layer %d, a module of --mtp, is not in the folder and is new\n", layer);
+            printf("weights    layer %d, the module of --mtp, is not in the folder and is new\n", layer);
         }
     }
 
-    // Tensors of the folder that no parameter asked for.
-    const int64_t layers = config_blocks(&m->config);
+    // Tensors of the folder that no parameter asked for. Those of MTP modules are left out without --mtp. A block
+    // behind the model's layers would be lost.
+    int64_t layer;
     bool predicts_more = false;
     for (int i = 0; i < in.count; i++)
         for (int t = 0; t < in.files[i]->count; t++) {
             const StTensor* tensor = &in.files[i]->tensors[t];
             if (tensor->used || strstr(tensor->name, ".rotary_emb.inv_freq")) continue;
-            predicts_more = of_other_module(&in, tensor->name, layers);
+            predicts_more = !m->config.mtp && sscanf(tensor->name, "model.layers.%ld.", &layer) == 1 &&
+                            layer >= layers && has_module(&in, layer);
             if (!predicts_more)
                 die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.files[i]->path, tensor->name);
         }

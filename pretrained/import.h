@@ -12,9 +12,9 @@
 #include "model/model.h"
 
 // The initial weights: drawn by --seed, or read from the folder of --init, --sample or --evaluate, with the router's
-// biases. Moments stay zero, but for --init-moments (model_stage, model/persist.h). MTP modules of --mtp are read, or
-// drawn where the folder has no tensor of them; other MTP modules are left out. A message names them. Their
-// embed_tokens and shared_head.head, which DeepSeek's checkpoints repeat, must be the main model's. Ends the run,
-// naming file and tensor, if a tensor is missing, of another shape or type, not finite, or none of this model's. Also
-// ends it if a file differs from the manifest of a step.
+// biases. Moments stay zero, but for --init-moments (model_stage, model/persist.h). The MTP module of --mtp 1 is read,
+// or drawn where the folder has none; without --mtp all modules are left out. A message reports it. Its embed_tokens
+// and shared_head.head, which DeepSeek's checkpoints repeat, must be the main model's. Ends the run, naming file and
+// tensor, if a tensor is missing, of another shape or type, not finite, or none of this model's. Also ends it if a file
+// differs from the manifest of a step, or with --mtp 1 and more than one module in the folder.
 void model_begin(Model* model, Ranks* world);

@@ -69,7 +69,7 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
     if (temperature == 0) return best;
 
     // Only the top_k largest weigh: all above the least of them, and the first of those equal to it.
-    if (top_k > 0 && top_k < V) {
+    if (top_k < V) {
         real* sorted = (real*)host_alloc((size_t)V * sizeof(real));
         memcpy(sorted, logits, (size_t)V * sizeof(real));
         qsort(sorted, (size_t)V, sizeof(real), larger_first);
@@ -115,7 +115,7 @@ char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t s
             if (!isfinite(logits[v]))
                 die(EXIT_FAILED, "no sample: the logit of token %ld is not finite: %g", v, (double)logits[v]);
         double u = random_uniform((uint64_t)s->seed, SAMPLE_STREAM, (uint64_t)(step * s->sample_tokens + i));
-        int32_t id = sample_draw(logits, V, s->temperature, s->sample_top_k, u);
+        int32_t id = sample_draw(logits, V, s->temperature, SAMPLE_TOP_K, u);
         // All ranks must go on with the same token: rank 0's.
         if (world) ranks_broadcast(world, &id, sizeof(id), 0);
         if (id == ids[0]) break;

@@ -13,12 +13,14 @@ Tokenizer* sample_tokenizer(const Settings* settings, const Shards* train);
 void sample_check(const Settings* settings, const Tokenizer* tokenizer);
 
 // The index at which the running sum of the weights exp(logit / temperature) reaches u of all of it, u in (0, 1). Only
-// the top_k largest weigh, of equal ones the first (0: all). temperature 0: the largest, of equal ones the first.
-// Overwrites the logits (V).
+// the top_k largest weigh, of equal ones the first. temperature 0: the largest, of equal ones the first. Overwrites the
+// logits (V).
 int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, double u);
 
+enum { SAMPLE_TOP_K = 50 };  // transformers 4's default
+
 // Continues the end-of-text token and --prompt by --sample-tokens tokens, each drawn at --temperature among the
-// --sample-top-k likeliest, and stops early at an end-of-text token. Returns the text in fresh memory, prompt included,
+// SAMPLE_TOP_K likeliest, and stops early at an end-of-text token. Returns the text in fresh memory, prompt included,
 // with control characters as host_printable writes them. The context is the last seq_len tokens, and every token runs
 // all of it through the model: this is for a look now and then, not for inference. The draws depend on the seed and
 // `step` only. Overwrites the batch in work. By all ranks of the run together (NULL: one), which take rank 0's draws:

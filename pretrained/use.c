@@ -13,7 +13,7 @@
 void use_model(Ranks* world, const Settings* s) {
     // Inputs.
     Tokenizer* tokenizer = *s->sample ? sample_tokenizer(s, NULL) : tokenizer_open(s->tokenizer);
-    evaluate_tokenizer(world, s, tokenizer);
+    evaluate_tokenizer(world, s, tokenizer, false);
     sample_check(s, tokenizer);
     int files;
     Choices* questions = evaluate_open(world, s, tokenizer, &files);

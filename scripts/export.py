@@ -27,12 +27,13 @@ import sys
 import zlib
 
 import model_card
+from tokenizer_json import check_table, make_table
 
 FORMAT = "train_moe checkpoint 2"
 FILE_BYTES = 5 * 10**9
 JSON_BYTES = 1 << 28
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+COPIED = ("generation_config.json", "tokenizer.bin", "tokenizer.json", "tokenizer_config.json")
 
 
 def newest(folder):
@@ -229,6 +230,8 @@ def export(step, out, dtype, experts):
         for file in COPIED:
             if (step / file).exists():
                 shutil.copyfile(inside(step, file), part / file)
+        if (part / "tokenizer.json").exists():
+            (check_table if (part / "tokenizer.bin").exists() else make_table)(part / "tokenizer.json", part / "tokenizer.bin")
         write(step, part, files, dtype, experts)
     print(f"wrote {out}\nfill in the license in its README.md, then: hf upload USER/{name} {shlex.quote(str(out))}")
     if "train_moe_note" in config:

@@ -2,7 +2,7 @@
 # Downloads shards of FineWeb-Edu, 100 million tokens of GPT-2 each, ready for training: karpathy's
 # fineweb-edu-100B-gpt2-token-shards on Hugging Face, edu_fineweb_val_000000.bin and the first N of
 # edu_fineweb_train_000001.bin to _001001.bin (200 MB each), and GPT-2's tokenizer.json. tokenizer_config.json, with
-# the end-of-text token for transformers, is written here.
+# the end-of-text token for transformers, and tokenizer.bin, for train_moe, are written here.
 # usage: fineweb.sh [N [FOLDER]]     the default: 10 shards into data/corpus/fineweb
 # Complete files are kept, and partial downloads continue. The length of each shard must match its header. FINEWEB_URL
 # and FINEWEB_TOKENIZER_URL name other places with the same files.
@@ -23,7 +23,7 @@ case $shards in
 '' | *[!0-9]* | 0* | ?????*) fail "N: $shards: must be from 1 to $last" ;;
 esac
 [ "$shards" -le $last ] || fail "N: $shards: must be from 1 to $last"
-command -v curl >/dev/null || fail "it needs curl"
+for tool in curl python3; do command -v $tool >/dev/null || fail "it needs $tool"; done
 mkdir -p "$folder"
 
 # complete FILE: tests whether FILE has the magic number and version of uint16 shards, and the size that its header gives
@@ -77,8 +77,9 @@ if [ ! -e "$folder/tokenizer_config.json" ]; then
 END
     mv "$folder/tokenizer_config.json.part" "$folder/tokenizer_config.json"
 fi
+[ -e "$folder/tokenizer.bin" ] || python3 "$(dirname "$0")/tokenizer_json.py" "$folder"
 # Quoted for a shell; patterns escaped, with a backslash as glob(3) and Python read it.
 quoted=$(printf %s "$folder" | sed "s/'/'\\\\''/g")
 pattern=$(printf %s "$folder" | sed "s/[*?[]/[&]/g; s/\\\\/[\\\\\\\\]/g; s/'/'\\\\''/g")
 printf '%s\n' "use:   --train '$pattern/edu_fineweb_train_[0-9]*.bin' --val '$pattern/edu_fineweb_val_000000.bin' \
---tokenizer '$quoted/tokenizer.json'"
+--tokenizer '$quoted/tokenizer.bin'"

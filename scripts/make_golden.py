@@ -5,7 +5,7 @@ The C tests compare the whole model with these files, and Muon with muon.safeten
 this only to change them: python3 scripts/make_golden.py. Needs torch, transformers and numpy.
 
 - All numbers are computed in float64 and rounded to float32 once, at the end, so the oracle adds no noise. `mtp`
-  stays float64. Its modules are built here, from the paper's equations and transformers' decoder layer. transformers
+  stays float64. Its MTP module is built here, from the paper's equations and transformers' decoder layer. transformers
   casts norms, softmax, RoPE and router to float32; `Float64Casts` makes those casts float64. The same model in plain
   float32 runs too, and its distance is printed.
 - The experts of a token must not depend on rounding. Tokens are drawn again, position by position, until every gap
@@ -15,8 +15,8 @@ this only to change them: python3 scripts/make_golden.py. Needs torch, transform
   experts.
 
 A file has `weight.*` and `grad.*` under Hugging Face names, `tokens` and `targets` (B, T), `logits` (B, T, V), and
-`loss` (of the main model, then of each module). For each MoE layer L it has `expert_ids.L` (B*T, K), by s + bias
-descending (module k: without the last k tokens). Its metadata's `options` are the command line of train_moe for the
+`loss` (of the main model, then of the MTP module). For each MoE layer L it has `expert_ids.L` (B*T, K), by s + bias
+descending (MTP module: without the last token). Its metadata's `options` are the command line of train_moe for the
 model.
 """
 import script  # noqa: F401  signals end it with one line
@@ -48,14 +48,14 @@ MODELS = {
                yarn=0),
     "v3_yarn": dict(COMMON, layers=2, q_lora=24, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=48, experts=16, top_k=3,
                     shared_experts=1, expert_ffn=16, groups=4, top_groups=2, score="sigmoid", route_norm=1,
-                    route_scale=2.5, yarn=1, yarn_factor=40, yarn_mscale=1, yarn_original_len=4096),
+                    route_scale=2.5, yarn=1),
     "softmax": dict(COMMON, layers=2, q_lora=0, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=48, experts=8, top_k=2,
                     shared_experts=2, expert_ffn=16, groups=1, top_groups=1, score="softmax", route_norm=0,
                     route_scale=1, yarn=0),
     # In float64 throughout: factors that the program holds in float32 are powers of two, or rounded here too.
     "mtp": dict(COMMON, layers=2, q_lora=0, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=48, experts=4, top_k=2,
                 shared_experts=1, expert_ffn=16, groups=1, top_groups=1, score="sigmoid", route_norm=1, route_scale=1,
-                yarn=0, mtp=2, mtp_weight=0.5),
+                yarn=0, mtp=1, mtp_weight=0.5),
 }
 
 
@@ -72,7 +72,7 @@ class Float64Casts(TorchFunctionMode):
 
 
 class Module(DeepseekV3DecoderLayer):
-    """An MTP module (multi-token prediction), named as in DeepSeek-V3's published weights."""
+    """The MTP module (multi-token prediction), named as in DeepSeek-V3's published weights."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -82,7 +82,7 @@ class Module(DeepseekV3DecoderLayer):
         self.shared_head = torch.nn.ModuleDict(dict(norm=DeepseekV3RMSNorm(C)))
 
     def predict(self, embeddings, before, rotary):
-        """h^k of arXiv 2412.19437, equations 21 and 22, and the norm that its head begins with."""
+        """h^1 of arXiv 2412.19437, equations 21 and 22, and the norm that its head begins with."""
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(before)], -1))
         at = torch.arange(x.shape[1])
         mask = torch.zeros(1, 1, len(at), len(at), dtype=x.dtype).masked_fill(at[:, None] < at, -math.inf)
@@ -90,14 +90,15 @@ class Module(DeepseekV3DecoderLayer):
         return self.shared_head["norm"](x)
 
 
-def further_losses(model, hidden, tokens):
-    """L^k of equations 23 and 24 from (B, T + 1) tokens and the input of the main model's head, times 1 / T of a window."""
+def further_loss(model, hidden, tokens):
+    """[L^1] of equations 23 and 24 from (B, T + 1) tokens and the input of the main model's head, times 1 / T of a window;
+    [] without a module."""
     B, T = hidden.shape[:2]
     losses = []
-    for k, module in enumerate(model.model.layers[model.config.num_hidden_layers:], 1):
-        hidden = module.predict(model.model.embed_tokens(tokens[:, k:T]), hidden[:, :T - k], model.model.rotary_emb)
+    for module in model.model.layers[model.config.num_hidden_layers:]:
+        hidden = module.predict(model.model.embed_tokens(tokens[:, 1:T]), hidden[:, :-1], model.model.rotary_emb)
         logits = model.lm_head(hidden)
-        losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, k + 1:].flatten(), reduction="sum") / (B * T))
+        losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 2:].flatten(), reduction="sum") / (B * T))
     return losses
 
 
@@ -106,9 +107,8 @@ def build(o):
     rope = dict(rope_type="default", rope_theta=float(o["rope_theta"]))
     if o["yarn"]:
         # mscale == mscale_all_dim: cos and sin stay unscaled, the softmax scale is multiplied by m^2.
-        rope.update(rope_type="yarn", factor=float(o["yarn_factor"]), beta_fast=32.0, beta_slow=1.0,
-                    original_max_position_embeddings=o["yarn_original_len"], mscale=float(o["yarn_mscale"]),
-                    mscale_all_dim=float(o["yarn_mscale"]))
+        rope.update(rope_type="yarn", factor=40.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=4096,
+                    mscale=1.0, mscale_all_dim=1.0)
     args = dict(
         vocab_size=o["vocab"], hidden_size=o["dim"], intermediate_size=o["dense_ffn"], num_hidden_layers=o["layers"],
         num_attention_heads=o["heads"], num_key_value_heads=o["heads"], q_lora_rank=o["q_lora"] or None,
@@ -117,7 +117,7 @@ def build(o):
         n_shared_experts=o["shared_experts"], moe_intermediate_size=o["expert_ffn"],
         first_k_dense_replace=o["dense_layers"], n_group=o["groups"], topk_group=o["top_groups"],
         routed_scaling_factor=float(o["route_scale"]), norm_topk_prob=bool(o["route_norm"]),
-        rms_norm_eps=1e-6, rope_parameters=rope, max_position_embeddings=4096 * o.get("yarn_factor", 1),
+        rms_norm_eps=1e-6, rope_parameters=rope, max_position_embeddings=4096 * (40 if o["yarn"] else 1),
         pad_token_id=None, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False, attention_dropout=0.0,
         attn_implementation="eager", experts_implementation="eager")
     if o["score"] == "sigmoid":
@@ -125,9 +125,8 @@ def build(o):
     else:
         # Softmax scores, the gate is the raw score times the scale, RoPE on interleaved (complex) pairs.
         model = DeepseekV2ForCausalLM(DeepseekV2Config(**args, topk_method="greedy"))
-    for k in range(o.get("mtp", 0)):
-        model.model.layers.append(Module(model.config, o["layers"] + k))  # behind those that forward runs
     if "mtp" in o:
+        model.model.layers.append(Module(model.config, o["layers"]))  # behind those that forward runs
         for layer in model.model.layers:
             layer.self_attn.scaling = float(np.float32(layer.self_attn.scaling))
     assert model.config._attn_implementation == "eager" and model.config._experts_implementation == "eager"
@@ -203,7 +202,7 @@ def draw_tokens(model, seen, o, seed):
         for logits, bias, _, _ in seen.values():
             _, _, gap, group_gap, _, _ = route(o, logits, bias)
             bad = ((gap <= MIN_GAP) | (group_gap <= MIN_GAP)).view(BATCH, -1)
-            rows[:, T - bad.shape[1]:] |= bad  # the last token that a module's position has read
+            rows[:, T - bad.shape[1]:] |= bad  # the last token that the module's position has read
         if not rows.any():
             return tokens
         for row, is_bad in zip(tokens, rows):
@@ -213,18 +212,18 @@ def draw_tokens(model, seen, o, seed):
 
 
 def losses(model, tokens):
-    """Logits of (B, T + 1) tokens, and the losses of the main model and of the modules."""
+    """Logits of (B, T + 1) tokens, and the losses of the main model and of the MTP module."""
     hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state
     logits = model.lm_head(hidden)
     main = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    return logits, torch.stack([main, *further_losses(model, hidden, tokens)])
+    return logits, torch.stack([main, *further_loss(model, hidden, tokens)])
 
 
 def run(model, o, tokens):
     """(logits, losses, gradients by parameter name) of equation 25's sum."""
     model.zero_grad()
     logits, each = losses(model, tokens)
-    (each[0] + o.get("mtp_weight", 0) * (each[1:].mean() if len(each) > 1 else 0)).backward()
+    (each[0] + o.get("mtp_weight", 0) * each[1:].sum()).backward()
     return logits.detach(), each.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -356,7 +355,7 @@ def make_muon(path):
     for rows, columns in ((24, 40), (40, 24), (32, 32)):
         i = torch.arange(rows * columns, dtype=torch.float64)
         w = torch.nn.Parameter(torch.cos(0.003 * i * i).reshape(rows, columns) * 0.02)
-        optimizer = torch.optim.Muon([w], lr=0.01, weight_decay=1, momentum=0.9, nesterov=True, adjust_lr_fn="match_rms_adamw")
+        optimizer = torch.optim.Muon([w], lr=0.01, weight_decay=1, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw")
         for step in range(20):
             w.grad = torch.sin(0.001 * (i + 50 * step) ** 2 + step).reshape(rows, columns)
             optimizer.step()

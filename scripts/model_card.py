@@ -14,7 +14,9 @@ PLACE = set("sample evaluate eval out resume save-every keep val-every eval-ever
             "sample-top-k graph dry-run ranks gpu-memory version help ep shard dispatch timeout mx-stats recompute capacity".split())
 # Options that may change when a run goes on: they do not change the losses of earlier steps.
 LATER = set("steps val val-tokens batch optimizer".split())
-RECORD = set("warmup-steps updates-before tokens-before fp4-rounding mixture-order".split())
+RECORD = set("warmup-steps updates-before tokens-before fp4-rounding mixture-order rms-norm-eps yarn-factor yarn-mscale "
+             "yarn-original-len".split())
+CONSTANTS = {"eps": 1e-8, "muon-momentum": 0.95, "mtp-weight-end": 0.1, "mtp-switch": 0.67}  # options of train_moe 0.1.0 alone
 LOSSES = dict(loss="training loss of this step in nats a token: {}", val_loss="validation loss in nats a token: {}",
               val_bits_per_byte="validation loss in bits a byte: {}")
 FLAGS = "init-moments", "force-balance", "overfit"
@@ -43,7 +45,7 @@ def command(options):
     """Options that have no effect are left out, because the program refuses some of them."""
     off = PLACE | RECORD | ({"bias-rate"} if options.get("balance") != "deepseek" else set())
     words = [f"--{name}" if name in FLAGS else f"--{name} {shlex.quote(bare(value))}" for name, value in options.items()
-             if name not in off and value != "" and (value or name not in FLAGS)
+             if name not in off and value not in ("", CONSTANTS.get(name)) and (value or name not in FLAGS)
              and (options.get("optimizer") == "muon" or not name.startswith("muon-"))]
     return re.sub("(.{90,}?) (?=--)", r"\1 \\" + "\n    ", plain(" ".join(["train_moe", *words])))
 

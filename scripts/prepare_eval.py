@@ -187,7 +187,7 @@ def words_of(index, label, context, endings):
 
 def crc_of(tokenizer):
     """CRC-32 of the tokens: a length byte and the bytes of each. End of text and those above 255 bytes have length 0."""
-    table = tokenizer.table()
+    table = [*tokenizer.table()]
     table[tokenizer.eot] = b""
     return zlib.crc32(b"".join(bytes([len(token)]) + token if len(token) < 256 else b"\0" for token in table))
 

@@ -45,12 +45,10 @@ import sys
 import time
 
 from text_files import LeftOut, Text, cut_point, find_files, shown
-from text_tokenizers import (MAX_VOCAB, ByteTokenizer, HuggingFaceTokenizer, make_tokenizer, pack, train_tokenizer,
-                             width_of)
-from tokenizer_json import EOT, config_json
+from text_tokenizers import ByteTokenizer, HuggingFaceTokenizer, make_tokenizer, pack, train_tokenizer, width_of
+from tokenizer_json import EOT, MAX_VOCAB, config_json, write_table
 
 HEADERS = {2: (20240520, 1), 4: (20240801, 7)}  # magic and version of shards, by bytes per token
-TOKENIZER_HEADER = (20240328, 2)
 MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
 HASHED = 64 << 10  # bytes of a document for the hash
 ENOUGH = 100  # documents of validation, enough to estimate their share of the text
@@ -283,19 +281,6 @@ class ShardWriter:
                 f"file{'s' * (self.shards != 1)}{per_token}")
 
 
-def write_tokenizer(file, tokenizer):
-    """The table that train_moe decodes samples with (llm.c's layout: data/tokenizer.h)."""
-    table = tokenizer.table()
-    too_long = sum(len(token) > 255 for token in table)
-    if too_long:
-        print(f"prepare_text.py: warning: {too_long} tokens of more than 255 bytes will show as nothing in samples",
-              file=sys.stderr)
-    file.write(header_bytes(*TOKENIZER_HEADER, tokenizer.vocab, tokenizer.eot))
-    for token in table:
-        token = token if len(token) <= 255 else b""
-        file.write(bytes([len(token)]) + token)
-
-
 def earlier_files(prefix):
     """Files of earlier runs of this prefix: (shards, temporary files of a killed run)."""
     folder, name = os.path.split(prefix)
@@ -382,7 +367,7 @@ def prepare(args):
             if wanted and not writers[split].tokens:
                 raise Failure(next(iter(text.no_text.values()), f"there is no text for {split}: the files are empty, blank or left out"))
             writers[split].finish_file()
-        write_tokenizer(table, tokenizer)
+        write_table(table, tokenizer.table(), tokenizer.eot)
         new.create(f"{prefix}_tokenizer.json").write(tokenizer.json())
         new.create(f"{prefix}_tokenizer_config.json").write(config_json(tokenizer.eot_name))
         new.commit([f"{prefix}_tokenizer{end}" for end in (".bin", ".json", "_config.json")] + earlier)

@@ -14,9 +14,8 @@ import re
 import sys
 
 from script import Failure
-from tokenizer_json import EOT, byte_level_alphabet, byte_level_json, tiktoken_parts
+from tokenizer_json import EOT, MAX_VOCAB, byte_level_alphabet, byte_level_json, find_eot, kinds_of, tiktoken_parts, token_bytes
 
-MAX_VOCAB = 1 << 24  # train_moe reads no larger tokenizer
 TRAINED_ON = 128 << 20  # bytes of text at most
 WORD = 256  # characters of letters, digits, other signs or blanks in a row, from which a word of the training is cut
 ONE_WORD = re.compile("|".join(f"{kind}{{{WORD}}}" for kind in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")))
@@ -147,8 +146,6 @@ class TiktokenTokenizer(LibraryTokenizer):
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
-    EOT_NAMES = (EOT, "<｜end▁of▁sentence｜>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
-
     def __init__(self, name, data, eot_name, sample):
         try:
             self.tokenizer = open_json(data)
@@ -158,7 +155,13 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             raise Failure(f"--tokenizer: {name}: not a tokenizer.json: {error}") from error
         vocab = self.tokenizer.get_vocab()
         super().__init__(name, max(vocab.values(), default=-1) + 1)
-        self.eot_name, named_by = (eot_name, "--eot") if eot_name else self.find_eot(vocab)
+        special = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
+        config = json.loads(self.tokenizer.to_str())
+        try:
+            self.eot_name, named_by = (eot_name, "--eot") if eot_name else find_eot(name, vocab, special)
+            self.tokens = token_bytes(config)
+        except Failure as failure:
+            raise Failure(f"--tokenizer: {name}: {failure}") from failure
         if self.eot_name not in vocab:
             raise Failure(f"--tokenizer: {name}: {named_by} names {self.eot_name!a} as the end of text, and the tokenizer has no "
                           "such token; name another with --eot")
@@ -167,39 +170,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             print(f"note: {name}: the end of text is {self.eot_name!a} (id {self.eot}) by {named_by}; --eot names another",
                   file=sys.stderr)
         self.data = self.as_documents(data)
-        config = json.loads(self.tokenizer.to_str())
-        parts = json.dumps([config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
-        self.kinds = set(re.findall(r'"type": "(\w+)"', parts))
-        if config["model"].get("byte_fallback"):
-            self.kinds.add("ByteFallback")
-        # Unigram has a list of [token, score].
-        vocabulary = config["model"]["vocab"]
-        self.model_tokens = set(vocabulary if isinstance(vocabulary, dict) else (token for token, _ in vocabulary))
-        self.check_bytes(config["model"], vocab)
+        self.check_bytes(config, vocab)
         self.encoding = self.fast_encoding(config, sample)
-
-    def find_eot(self, vocab):
-        """The name of the end-of-text token, and its source. A usual name may be other text as well: Gemma's </s> is a tag of
-        HTML. So the model's own files come first, then special tokens."""
-        names = {i: name for name, i in vocab.items()}
-        for file, field in (("tokenizer_config.json", "eos_token"), ("generation_config.json", "eos_token_id")):
-            path = re.sub(r"tokenizer\.json$", file, self.name)
-            if path == self.name or not os.path.exists(path):
-                continue
-            try:
-                with open(path, encoding="utf-8") as config:
-                    token = json.load(config).get(field)
-                token = token[0] if isinstance(token, list) else token["content"] if isinstance(token, dict) else token
-                if token is not None:
-                    return names.get(token, token), f"{field} of {path}"
-            except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
-                raise Failure(f"{path}: its {field} cannot be read ({error}); name the end of text with --eot") from error
-        special = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
-        for tokens, kind in ((special, "special"), (vocab, "not special")):
-            for name in self.EOT_NAMES:
-                if name in tokens:
-                    return name, f"its usual name ({kind})"
-        raise Failure(f"--tokenizer: {self.name}: no end-of-text token is named {' or '.join(self.EOT_NAMES)}; name it with --eot")
 
     def as_documents(self, data):
         """The tokenizer.json for other programs. It has the ids of the shards and no randomness. It adds no tokens around a
@@ -221,12 +193,13 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             config["model"]["dropout"] = None
         return json.dumps(config, ensure_ascii=False, indent=1).encode()
 
-    def check_bytes(self, model, vocab):
+    def check_bytes(self, config, vocab):
         """BPE without an unknown token drops bytes without a token: it needs one for each byte that UTF-8 uses."""
+        model = config["model"]
         if model["type"] != "BPE" or model.get("unk_token"):
             return
         tokens = [f"<0x{byte:02X}>" if model.get("byte_fallback") else None for byte in range(256)]
-        if "ByteLevel" in self.kinds:
+        if "ByteLevel" in kinds_of(config):
             for character, byte in byte_level_alphabet().items():
                 tokens[byte] = character
         lost = [byte for byte in (*range(0xC0), *range(0xC2, 0xF5)) if tokens[byte] not in vocab]
@@ -262,21 +235,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return encode_slowly(self.tokenizer, texts)
 
     def table(self):
-        added = self.tokenizer.get_added_tokens_decoder()  # written as they are
-        alphabet = byte_level_alphabet()
-
-        def token(i):
-            text = self.tokenizer.id_to_token(i) or ""
-            if i not in added and "ByteLevel" in self.kinds and all(c in alphabet for c in text):
-                return bytes(alphabet[c] for c in text)
-            # As SentencePiece writes them. Byte tokens and runs of spaces may be added tokens too.
-            if (i not in added or text in self.model_tokens) and self.kinds & {"ByteFallback", "Metaspace"}:
-                if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
-                    return bytes([int(text[3:5], 16)])
-                text = text.replace("▁", " ")
-            return text.encode()
-
-        return [token(i) for i in range(self.vocab)]
+        return self.tokens
 
     def json(self):
         return self.data

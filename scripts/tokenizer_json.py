@@ -1,13 +1,32 @@
-"""Hugging Face's tokenizer.json of a byte-level BPE: written from bytes or tiktoken's ranks, and read back as ranks.
+#!/usr/bin/env python3
+"""Makes the tokenizer.bin that train_moe reads from Hugging Face's tokenizer.json.
 
-Both libraries merge the first pair of parts in an order. `tokenizers` has a list of pairs. tiktoken merges any two
+  tokenizer_json.py runs/x/step_00002000      its tokenizer.bin, from its tokenizer.json
+  tokenizer_json.py corpus/my_tokenizer.json  corpus/my_tokenizer.bin
+
+The end of text is the eos_token_id of config.json in the same folder, else that of prepare_text.py. A tokenizer.bin that
+is there is kept. Standard library only.
+
+Other scripts import this one. It writes a tokenizer.json of a byte-level BPE from bytes or tiktoken's ranks, and reads it
+back as ranks. Both libraries merge the first pair of parts in an order. `tokenizers` has a list of pairs. tiktoken merges any two
 parts that form a token, the lowest id first. They agree if each token is formed by one pair, of parts with lower ids,
 in the order of ids. So a list of merges follows from the ranks, but not every list can be written as ranks.
 """
+import script
+from script import Failure
+
+import argparse
 import json
+import os
+import pathlib
 import re
+import struct
+import sys
 
 EOT = "<|endoftext|>"
+EOT_NAMES = (EOT, "<｜end▁of▁sentence｜>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
+MAX_VOCAB = 1 << 24  # train_moe reads no larger tokenizer
+TABLE_MAGIC = 20240328
 # How GPT-2 splits text. `++` does not backtrack: the same words, and no stack for long runs.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
@@ -125,3 +144,140 @@ def tiktoken_parts(config):
     if len(merges) + 256 != len(ranks):
         raise Unfit(f"it has {len(ranks)} tokens, not 256 bytes and one for each of {len(merges)} merges")
     return pattern, ranks
+
+
+# ---- The tokens as bytes, and the file that has them
+
+
+def vocabulary(config):
+    """(token, id) of the model's tokens. Unigram has a list of [token, score]."""
+    vocab = config["model"]["vocab"]
+    return list(vocab.items()) if isinstance(vocab, dict) else [(token, i) for i, (token, _) in enumerate(vocab)]
+
+
+def kinds_of(config):
+    """The types of all parts that tell how the texts of tokens encode bytes."""
+    parts = json.dumps([config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
+    return {*re.findall(r'"type": "(\w+)"', parts), *["ByteFallback"] * bool(config["model"].get("byte_fallback"))}
+
+
+def piece(text):
+    """A token as SentencePiece writes it."""
+    return bytes([int(text[3:5], 16)]) if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text) else text.replace("▁", " ").encode()
+
+
+def added_tokens(config):
+    return [(token["content"], token["id"]) for token in config.get("added_tokens") or []]
+
+
+def token_bytes(config):
+    """The bytes of each token of a tokenizer.json, by id. An id without a token has none."""
+    alphabet, kinds, ids, table = byte_level_alphabet(), kinds_of(config), {}, {}
+    pieces = kinds & {"ByteFallback", "Metaspace"}
+    entries = [(text, i, False) for text, i in vocabulary(config)]
+    for text, i, _ in entries:
+        ids.setdefault(text, i)
+    for text, i, added in entries + [(text, i, True) for text, i in added_tokens(config)]:
+        if type(i) is not int or not 0 <= i < MAX_VOCAB:
+            raise Failure(f"token {text!a} has the id {i!r}; train_moe takes ids below {MAX_VOCAB}")
+        # Only an added token may repeat one of the vocabulary, with its id.
+        repeats = added and text in ids
+        if ids[text] != i if repeats else i in table:
+            raise Failure(f"token {text!a}, id {i}: the id is another token's, or the token has another id")
+        if "ByteLevel" in kinds and not added and all(c in alphabet for c in text):
+            table[i] = bytes(alphabet[c] for c in text)
+        else:  # added tokens are plain text, but for SentencePiece's byte tokens and spaces
+            table[i] = piece(text) if pieces and (repeats or not added) else text.encode()
+    if not table:
+        raise Failure("the vocabulary is empty")
+    return [table.get(i, b"") for i in range(max(table) + 1)]
+
+
+def find_eot(path, vocab, special, files=()):
+    """The name of the end-of-text token, and its source. A usual name may be other text as well: Gemma's </s> is a tag of
+    HTML. So the model's own files come first, then special tokens."""
+    names = {i: name for name, i in vocab.items()}
+    for file, field in (*files, ("tokenizer_config.json", "eos_token"), ("generation_config.json", "eos_token_id")):
+        config = re.sub(r"tokenizer\.json$", file, path)
+        if config == path or not os.path.exists(config):
+            continue
+        try:
+            with open(config, encoding="utf-8") as opened:
+                token = json.load(opened).get(field)
+            token = token[0] if isinstance(token, list) else token["content"] if isinstance(token, dict) else token
+            if token is not None:
+                return names.get(token, token), f"{field} of {config}"
+        except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
+            raise Failure(f"{config}: its {field} cannot be read ({error}); name the end of text with --eot") from error
+    for tokens, kind in ((special, "special"), (vocab, "not special")):
+        for name in EOT_NAMES:
+            if name in tokens:
+                return name, f"its usual name ({kind})"
+    raise Failure(f"no end-of-text token is named {' or '.join(EOT_NAMES)}; --eot of prepare_text.py or tokenizer_json.py names it")
+
+
+def write_table(file, table, eot):
+    """The file that train_moe reads (data/tokenizer.h): llm.c's version 2, or 3 where a token has more than 255 bytes."""
+    version, length = (2, "<B") if max(map(len, table)) < 256 else (3, "<I")
+    file.write(struct.pack("<256I", TABLE_MAGIC, version, len(table), eot, *[0] * 252))
+    for token in table:
+        file.write(struct.pack(length, len(token)) + token)
+
+
+def check_table(source, table):
+    """Failure unless the tokens of a tokenizer.json are those of the table beside it."""
+    data, at, tokens = table.read_bytes(), 1024, []
+    version, count = struct.unpack_from("<II", data, 4)
+    for _ in range(count):
+        length = "<B" if version == 2 else "<I"
+        size, = struct.unpack_from(length, data, at)
+        at += struct.calcsize(length) + size
+        tokens.append(data[at - size: at])
+    own = [b"" if version == 2 and len(token) > 255 else token for token in token_bytes(json.loads(source.read_text("utf-8")))]
+    if own != tokens:
+        raise Failure(f"{source} and {table} are of two tokenizers: {len(own)} and {count} tokens" if len(own) != count else
+                      f"{source} and {table} are of two tokenizers: other bytes in token {next(i for i in range(count) if own[i] != tokens[i])}")
+
+
+def make_table(source, target, eot_name=None):
+    """Writes `target` from the tokenizer.json `source`. Returns a line about it."""
+    try:
+        config = json.loads(source.read_text("utf-8"))
+        table = token_bytes(config)
+        vocab = dict([*vocabulary(config)[::-1], *added_tokens(config)])
+        special = {token["content"] for token in config.get("added_tokens") or [] if token.get("special")}
+        eot, named_by = (eot_name, "--eot") if eot_name else find_eot(str(source), vocab, special, [("config.json", "eos_token_id")])
+        if eot not in vocab:
+            raise Failure(f"{named_by} names {eot!a} as the end of text, and the tokenizer has no such token")
+    except Failure as failure:
+        raise Failure(f"{source}: {failure}") from failure
+    except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
+        raise Failure(f"{source}: not as `tokenizers` writes it: {type(error).__name__} {str(error)[:100]}") from error
+    if os.path.lexists(target):
+        raise Failure(f"{target} is there already; remove it to make it again")
+    with script.in_place(target) as part, open(part, "wb") as file:
+        write_table(file, table, vocab[eot])
+    return f"{len(table)} tokens, the end of text is {eot!a} (id {vocab[eot]}) by {named_by}"
+
+
+def main():
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=pathlib.Path, metavar="PATH", help="a folder with a tokenizer.json, or a file like it")
+    parser.add_argument("--eot", type=script.text, metavar="TOKEN", help="the end-of-text token")
+    args = parser.parse_args()
+    source = args.source / "tokenizer.json" if args.source.is_dir() else args.source
+    try:
+        target = source.with_suffix(".bin")
+        print(f"wrote {target}: {make_table(source, target, args.eot)}")
+    except Failure as error:
+        message = error
+    except OSError as error:
+        message = f"{error.filename or source}: {error.strerror or error}"
+    else:
+        return 0
+    print(f"tokenizer_json.py: error: {message}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -45,7 +45,7 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 def write_tokenizer(path, tokens, eot=0, magic=20240328, version=2):
     header = struct.pack("<4I", magic, version, len(tokens), eot)
-    body = b"".join(bytes([len(t)]) + t for t in tokens)
+    body = b"".join(len(t).to_bytes(4 if version == 3 else 1, "little") + t for t in tokens)
     pathlib.Path(path).write_bytes(header.ljust(1024, b"\0") + body)
 
 
@@ -145,7 +145,15 @@ class Case(unittest.TestCase):
             self.assertEqual(done.stderr.splitlines()[-1], errors[0])
         return done
 
-    def train(self, code=0, threads=1, limit=None, **options):
+    def train(self, code=0, threads=1, limit=None, config=None, **options):
+        """config: members of config.json that no option sets. The model begins with such a folder (--init)."""
+        if config:
+            begin = pathlib.Path(tempfile.mkdtemp(dir=self.dir))
+            self.train(**{**options, "out": begin, "steps": 1})
+            options["init"] = begin / "step_00000001"
+            (options["init"] / "manifest.json").unlink()
+            path = options["init"] / "config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **config}), "utf-8")
         return self.call(command(**{"train": self.train_glob, **options}), code, threads, limit)
 
     def refused(self, code, *words, **options):

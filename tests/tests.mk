@@ -72,7 +72,7 @@ check-host:
 SECONDS = 60
 FUZZ_CC = clang -std=gnu11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
 fuzz: build/fuzz/fuzz
-	@for target in json safetensors tokenizer tokenizer.json options; do \
+	@for target in json safetensors tokenizer tokenizer-words options; do \
 	    echo "== $$target" && mkdir -p build/fuzz/$$target && build/fuzz/fuzz -max_total_time=$(SECONDS) -close_fd_mask=1 \
 	        -timeout=20 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/$$target- build/fuzz/$$target || exit 1; \
 	done

@@ -2,7 +2,7 @@
 #ifndef TESTS_WEIGHT_H
 #define TESTS_WEIGHT_H
 
-#include "linear/linear.h"
+#include "linear/quantized.h"
 #include "mx/formats.h"
 
 // `count` matrices (OC, IC), not quantized. Their gradients are added to `grad`.

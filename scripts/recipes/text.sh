@@ -15,6 +15,6 @@ case " $* " in
     }
     folder=data/corpus/fineweb
     set -- --train "$folder/edu_fineweb_train_*.bin" --val "$folder/edu_fineweb_val_000000.bin" \
-        --tokenizer "$folder/tokenizer.json" "$@"
+        --tokenizer "$folder/tokenizer.bin" "$@"
     ;;
 esac

@@ -312,17 +312,50 @@ static bool decodes(const Tokenizer* t, int32_t id, const char* bytes, int expec
     return got && length == expected && memcmp(got, bytes, (size_t)expected) == 0;
 }
 
+static void open_bad_tokenizer(void) { tokenizer_open(in_folder("bad.tok")); }
+
 static void test_tokenizer_file(void) {
     unsigned char file[2048];
     size_t n = make_tokenizer(file);
     Tokenizer* t = tokenizer_open(write_file("t.tok", file, n));
     CHECK(tokenizer_size(t) == 8 && tokenizer_eot(t) == 5, "size and end of text");
-    CHECK(decodes(t, 0, "a", 1) && decodes(t, 4, "abc", 3) && decodes(t, 3, "", 0) && decodes(t, 5, "", 0) &&
-              decodes(t, 7, "\xff", 1),
+    CHECK(decodes(t, 0, "a", 1) && decodes(t, 4, "abc", 3) && decodes(t, 5, "", 0) && decodes(t, 7, "\xff", 1),
           "decode");
     int length = -1;
     CHECK(!tokenizer_decode(t, 8, &length) && length == 0 && !tokenizer_decode(t, -1, &length), "ids out of range");
+    length = -1;
+    CHECK(!tokenizer_decode(t, 3, &length) && length == 0, "a token without bytes");
     tokenizer_close(t);
+}
+
+// Version 3 has tokens of more than 255 bytes; for hash and comparison they have none, as in version 2.
+static void test_tokenizer_words(void) {
+    unsigned char file[4096], words[4096];
+    char text[301] = "";
+    const size_t n = make_tokenizer(file);
+    memset(text, ' ', 300);
+    memcpy(words, file, 1024);
+    words[4] = 3;
+    size_t to = 1024;
+    for (size_t at = 1024; at < n; at += 1 + file[at]) {
+        const uint32_t length = file[at] ? file[at] : 300;
+        memcpy(words + to, &length, 4);
+        memcpy(words + to + 4, file[at] ? (const char*)file + at + 1 : text, length);
+        to += 4 + length;
+    }
+    Tokenizer *a = tokenizer_open(write_file("a.tok", file, n)), *b = tokenizer_open(write_file("b.tok", words, to));
+    CHECK(tokenizer_size(b) == 8 && tokenizer_eot(b) == 5, "size and end of text");
+    CHECK(decodes(b, 0, "a", 1) && decodes(b, 3, text, 300) && decodes(b, 5, "", 0) && decodes(b, 7, "\xff", 1),
+          "decode");
+    CHECK(tokenizer_hash(a) == tokenizer_hash(b) && !tokenizer_difference(a, b), "hash and comparison");
+    tokenizer_close(a);
+    tokenizer_close(b);
+    for (size_t cut = 1; cut < 6; cut++) {
+        write_file("bad.tok", words, to - cut);
+        DIES(open_bad_tokenizer, "bad.tok", "the file ends inside token 7 of 8");
+    }
+    write_file("bad.tok", words, to + 1);
+    DIES(open_bad_tokenizer, "bad.tok", "1 bytes after the last of 8 tokens");
 }
 
 static void test_tokenizer_bytes(void) {
@@ -337,8 +370,6 @@ static void test_tokenizer_bytes(void) {
     CHECK(!tokenizer_decode(t, 257, &length), "out of range");
     tokenizer_close(t);
 }
-
-static void open_bad_tokenizer(void) { tokenizer_open(in_folder("bad.tok")); }
 
 static void test_tokenizer_refused(void) {
     unsigned char file[2048];
@@ -382,6 +413,7 @@ int main(void) {
     RUN(test_safetensors_aligned);
     RUN(test_safetensors_malformed);
     RUN(test_tokenizer_file);
+    RUN(test_tokenizer_words);
     RUN(test_tokenizer_bytes);
     RUN(test_tokenizer_refused);
     remove_matching("");

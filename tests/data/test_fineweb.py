@@ -17,7 +17,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from cli import ROOT, write_shard  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from tokenizer_json import EOT, config_json  # noqa: E402
+from tokenizer_json import EOT, byte_level_json, config_json  # noqa: E402
+from test_prepare import read_table  # noqa: E402
 
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
@@ -32,7 +33,7 @@ class Fineweb(unittest.TestCase):
         self.there.mkdir()
         for i, name in enumerate(["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06d}.bin" for i in range(1, 12))]):
             write_shard(self.there / name, range(i, i + 1000))
-        (self.there / "tokenizer.json").write_text("{}", "utf-8")
+        (self.there / "tokenizer.json").write_bytes(byte_level_json({bytes([i]): 255 - i for i in range(256)} | {b"to": 256}, {EOT: 257}, None))
 
     def get(self, *arguments):
         done = subprocess.run(["sh", ROOT / "scripts/fineweb.sh", *map(str, arguments)], capture_output=True, encoding="utf-8",
@@ -52,7 +53,8 @@ class Fineweb(unittest.TestCase):
         code, stdout, stderr = self.get(10, self.here)
         self.assertEqual(code, 0, stderr)
         names = ["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06d}.bin" for i in range(1, 11)), "tokenizer.json"]
-        self.assertEqual(sorted(os.listdir(self.here)), sorted([*names, "tokenizer_config.json"]))
+        self.assertEqual(sorted(os.listdir(self.here)), sorted([*names, "tokenizer.bin", "tokenizer_config.json"]))
+        self.assertEqual(read_table(self.here / "tokenizer.bin"), ([*(bytes([255 - i]) for i in range(256)), b"to", EOT.encode()], 257))
         self.assertEqual(json.loads((self.here / "tokenizer_config.json").read_text("utf-8")), json.loads(config_json(EOT)))
         self.assertTrue(all(map(self.same, names)))
         self.assertEqual([line for line in stdout.splitlines() if "://" in line],
@@ -69,7 +71,7 @@ class Fineweb(unittest.TestCase):
             self.assertEqual(code, 0, stderr)
             words = shlex.split(stdout[stdout.index("use:") + 4:])
             self.assertEqual(words[::2], ["--train", "--val", "--tokenizer"])
-            self.assertEqual(words[5], f"{folder}/tokenizer.json")
+            self.assertEqual(words[5], f"{folder}/tokenizer.bin")
             for pattern, shard in ((words[1], "train_000001"), (words[3], "val_000000")):
                 self.assertEqual(glob.glob(pattern), [f"{folder}/edu_fineweb_{shard}.bin"])
                 found = (ctypes.c_size_t * 32)()  # a glob_t is smaller; its first field is the count
@@ -95,6 +97,18 @@ class Fineweb(unittest.TestCase):
                 self.assertFalse(part.exists())
         first.write_bytes(whole[:-2])
         self.fails(2, self.here, says=f"{first} is there, and not as long as its header says; remove it")
+
+    def test_a_tokenizer_that_is_none(self):
+        """The next start goes on where the file was mended; tokenizer.bin is made once."""
+        whole = (self.there / "tokenizer.json").read_bytes()
+        (self.there / "tokenizer.json").write_text("{}", "utf-8")
+        code, stdout, stderr = self.get(1, self.here)
+        self.assertEqual((code, stderr.splitlines()[-1][:24]), (1, "tokenizer_json.py: error"))
+        self.assertNotIn("use:", stdout)
+        (self.here / "tokenizer.json").write_bytes(whole)
+        for said in True, False:
+            code, stdout, stderr = self.get(1, self.here)
+            self.assertEqual((code, "tokenizer.bin: 258 tokens" in stdout), (0, said), stderr)
 
     def test_refused(self):
         for n in ("0", "1002", "10000", "99999999999999999999", "-1", "x", "1x", "", " 1", "08"):

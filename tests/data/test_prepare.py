@@ -45,11 +45,12 @@ def read_table(path):
     with open(path, "rb") as file:
         data = file.read()
     magic, version, count, eot = struct.unpack("<4I", data[:16])
-    assert (magic, version) == (20240328, 2)
-    table, at = [], 1024
+    assert magic == 20240328
+    table, at, width = [], 1024, {2: 1, 3: 4}[version]
     for _ in range(count):
-        table.append(data[at + 1: at + 1 + data[at]])
-        at += 1 + data[at]
+        end = at + width + int.from_bytes(data[at: at + width], "little")
+        table.append(data[at + width: end])
+        at = end
     assert at == len(data)
     return table, eot
 

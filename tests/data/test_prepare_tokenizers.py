@@ -58,20 +58,6 @@ class Library(Prepare):
         self.fails_with(list, "a token has the id 16777216", 2**24 + 1)
         text_tokenizers.LibraryTokenizer("large.json", 2**24)
 
-    def test_a_token_too_long_for_the_table(self):
-        """A token too long for the table has no bytes there; train_moe recognizes it by that."""
-        class Tokenizer(text_tokenizers.LibraryTokenizer):
-            eot = 0
-
-            def table(self):
-                return [b"end", b"a" * 255, b"b" * 256]
-
-        path = os.path.join(self.folder, "table.bin")
-        with open(path, "wb") as file, contextlib.redirect_stderr(io.StringIO()) as said:
-            prepare_text.write_tokenizer(file, Tokenizer("long.json", 3))
-        self.assertEqual(read_table(path)[0], [b"end", b"a" * 255, b""])
-        self.assertIn("warning: 1 tokens of more than 255 bytes", said.getvalue())
-
     def test_failure(self):
         class Panic(BaseException):
             """The exception of libraries written in Rust."""

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Tests of the tokenizer.json that prepare_text.py writes with shards.
+"""Tests of the tokenizer.json that prepare_text.py writes with shards, and of the tokenizer.bin that tokenizer_json.py makes.
 
 transformers' AutoTokenizer must give and decode the ids in the shards. Without transformers, only the byte tokenizer's
-file is tested."""
+file and tokenizer.bin are tested."""
 import json
 import os
 import shutil
+import subprocess
+import sys
 import unittest
 from unittest import mock
 
-from test_prepare import EOT, Prepare, read_table
+from test_prepare import EOT, SCRIPTS, Prepare, read_table
 import text_tokenizers
 import tokenizer_json
 
@@ -26,6 +28,111 @@ except ImportError:
     transformers = None
 
 TEXT = "Hello, wörld! Ünï 😀 x = [1,  2]\n\ttabs\n" * 20
+
+
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+
+
+def make_table(test, *arguments, code=0):
+    """The tokenizer.bin that tokenizer_json.py makes, and its output."""
+    done = subprocess.run([sys.executable, "-S", os.path.join(SCRIPTS, "tokenizer_json.py"), *arguments], capture_output=True,
+                          encoding="utf-8", cwd=test.folder)
+    test.assertEqual(done.returncode, code, done.stderr)
+    return os.path.join(arguments[0], "tokenizer.bin"), done.stderr or done.stdout
+
+
+class Table(Prepare):
+    """tokenizer.bin from tokenizer.json, with the standard library alone."""
+
+    def write_json(self, vocab, added=(), name="m/tokenizer.json", byte_fallback=None, **parts):
+        model = {"type": "Unigram" if isinstance(vocab, list) else "BPE", "vocab": vocab, "byte_fallback": byte_fallback}
+        added = [{"id": i, "content": text, "special": special} for i, text, special in added]
+        path = self.write(name, json.dumps({**parts, "added_tokens": added, "model": model}).encode())
+        folder = os.path.dirname(path)
+        if os.path.exists(os.path.join(folder, "tokenizer.bin")):
+            os.remove(os.path.join(folder, "tokenizer.bin"))
+        return folder
+
+    def check(self, expected, eot, *vocabulary, **parts):
+        self.assertEqual(read_table(make_table(self, self.write_json(*vocabulary, **parts))[0]), (expected, eot))
+
+    def test_byte_level(self):
+        """The alphabet's ends; a token with another character is its name; ids may have holes; added tokens are plain."""
+        self.check([b"a", b"</s>", b"\xa0\xad \x7f", "\u0144".encode(), b"", b"b", "\u0120".encode()], 1,
+                   {"a": 0, "</s>": 1, "\u0142\u0143\u0120\u0121": 2, "\u0144": 3, "b": 5}, [(6, "\u0120", False)], pre_tokenizer=LEVEL)
+        self.check([b" ", b"</s>"], 1, {"\u0120": 0, "</s>": 1}, normalizer={"type": "Sequence", "normalizers": [LEVEL]})
+
+    def test_pieces(self):
+        """SentencePiece: a mark is a space and <0xFF> a byte, also in added tokens that are tokens of the model."""
+        self.check([b" a", b"\xff", b"</s>", b"<0xFG>"], 2, [["\u2581a", 0], ["<0xFF>", 0], ["</s>", 0], ["<0xFG>", 0]],
+                   decoder={"type": "Metaspace"})
+        self.check([b"</s>", b"\n", b" ", b"<0x20>"], 0, {"</s>": 0, "<0x0A>": 1, "\u2581": 2},
+                   [(1, "<0x0A>", True), (2, "\u2581", False), (3, "<0x20>", False)], byte_fallback=True)
+        self.check([b"</s>", "\u2581".encode()], 0, {"</s>": 0, "\u2581": 1})
+
+    def test_long_tokens(self):
+        """Version 3 where a token has more than 255 bytes, else version 2, which llm.c reads."""
+        for size, version in ((255, 2), (256, 3), (70000, 3)):
+            self.check([b"</s>", b"=" * size], 0, {"</s>": 0, "=" * size: 1}, pre_tokenizer=LEVEL)
+            with open(os.path.join(self.folder, "m/tokenizer.bin"), "rb") as file:
+                self.assertEqual(file.read(8)[4], version)
+
+    def test_end_of_text(self):
+        """config.json, then what prepare_text.py takes: the model's other files, special tokens, any token; --eot is first."""
+        names = ("</s>", "<eos>", "<|im_end|>", "end")
+        folder = self.write_json({name: i for i, name in enumerate(names)}, [(1, "<eos>", True)])
+
+        def eot(*options):
+            path, printed = make_table(self, folder, *options)
+            self.assertEqual(printed, f"wrote {path}: 4 tokens, the end of text is {printed.split(chr(39))[1]!a} (id {read_table(path)[1]}) "
+                             f"by {printed.partition(') by ')[2]}")
+            os.remove(path)
+            return printed.split("'")[1]
+
+        self.assertEqual(eot(), "<eos>")
+        self.write("m/generation_config.json", b'{"eos_token_id": 0}')
+        self.assertEqual(eot(), "</s>")
+        self.write("m/tokenizer_config.json", b'{"eos_token": {"content": "end"}}')
+        self.assertEqual(eot(), "end")
+        for id in b"2", b"[2, 0]":
+            self.write("m/config.json", b'{"eos_token_id": %s}' % id)
+            self.assertEqual(eot(), "<|im_end|>")
+        self.assertEqual(eot("--eot", "</s>"), "</s>")
+        self.write("m/config.json", b'{"eos_token_id": null}')
+        self.assertEqual(eot(), "end")
+
+    def test_a_file_of_another_name(self):
+        self.write_json({"</s>": 0, "x": 1}, name="m/my_tokenizer.json")
+        self.write("m/my_tokenizer_config.json", b'{"eos_token": "x"}')
+        make_table(self, os.path.join(self.folder, "m/my_tokenizer.json"))
+        self.assertEqual(read_table(os.path.join(self.folder, "m/my_tokenizer.bin")), ([b"</s>", b"x"], 1))
+
+    def test_refused(self):
+        """One line with the reason, and no file."""
+        good = {"</s>": 0, "a": 1}
+        for says, *what in (("token 'b' has the id 16777216; train_moe takes ids below 16777216", {"</s>": 0, "b": 2**24}),
+                            ("token 'b' has the id -1", {"</s>": 0, "b": -1}), ("token 'b' has the id 0.5", {"</s>": 0, "b": 0.5}),
+                            ("token 'b', id 0: the id is another token's", {"</s>": 0, "b": 0}),
+                            ("token 'a', id 2: the id is another token's, or the token has another id", good, [(2, "a", False)]),
+                            ("token 'c', id 1: the id is another token's", good, [(1, "c", False)]),
+                            ("token 'a', id 2: ", [["</s>", 0], ["a", 0], ["a", 0]], [(2, "a", False)]), ("the vocabulary is empty", {}),
+                            ("not as `tokenizers` writes it: ", 5), ("not as `tokenizers` writes it: ", {"</s>": 0, "\ud800": 1}),
+                            ("no end-of-text token is named <|endoftext|> or ", {"a": 0})):
+            folder = self.write_json(*what)
+            _, printed = make_table(self, folder, code=1)
+            self.assertIn(f"tokenizer_json.py: error: {folder}/tokenizer.json: {says}", printed)
+            self.assertEqual((len(printed.splitlines()), os.listdir(folder)), (1, ["tokenizer.json"]))
+        folder = self.write_json(good)
+        self.write("m/config.json", b'{"eos_token_id": 2}')
+        self.assertIn("eos_token_id of ", make_table(self, folder, code=1)[1])
+        self.assertIn("--eot names 'b' as the end of text, and the tokenizer has no such token", make_table(self, folder, "--eot", "b", code=1)[1])
+        self.write("m/config.json", b"[")
+        self.assertIn("config.json: its eos_token_id cannot be read", make_table(self, folder, code=1)[1])
+        self.write("m/config.json", b"{}")
+        make_table(self, folder)
+        self.assertIn("tokenizer.bin is there already; remove it to make it again", make_table(self, folder, "--eot", "a", code=1)[1])
+        self.assertEqual(read_table(os.path.join(folder, "tokenizer.bin"))[1], 0)
+        self.assertIn("/tokenizer.json: No such file or directory", make_table(self, self.folder, code=1)[1])
 
 
 class Json(Prepare):
@@ -61,7 +168,10 @@ class Json(Prepare):
         path = self.write("a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
         printed = self.run_it(path, "--val-fraction", "0", "--overwrite", *options)
         self.assertNotIn("warning", printed)
-        auto = transformers.AutoTokenizer.from_pretrained(self.folder_of())
+        folder = self.folder_of()
+        auto = transformers.AutoTokenizer.from_pretrained(folder)
+        with open(os.path.join(self.out, "text_tokenizer.bin"), "rb") as file, open(make_table(self, folder)[0], "rb") as made:
+            self.assertEqual(file.read(), made.read())
         eot, tokens = read_table(os.path.join(self.out, "text_tokenizer.bin"))[1], self.tokens("train")
         self.assertEqual((auto.eos_token_id, auto.bos_token_id), (eot, eot))
         starts = [i for i, token in enumerate(tokens) if token == eot] + [len(tokens)]

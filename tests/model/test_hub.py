@@ -194,7 +194,7 @@ class Import(Case):
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
             (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2}), "utf-8")
-            self.assertIn("it means --rms-norm-eps 2, which must be from", self.evaluated(folder, code=2))
+            self.assertIn("it means rms-norm-eps 2, which must be from 1e-12 to 1", self.evaluated(folder, code=2))
 
     def test_a_foreign_model_type(self):
         """architectures decides where the model_type is another's."""
@@ -378,6 +378,16 @@ class Questions(Case):
             (_, _, accuracy, normalised), = self.asked("same.bin", batch=batch)
             self.assertEqual((float(accuracy), float(normalised)), (0, 0), batch)
 
+    def test_tokens_without_bytes(self):
+        """Version 2 has no bytes of tokens of more than 255, so the score by bytes would be wrong; version 3 has them."""
+        tokens = [bytes([i]) for i in range(256)] + [b"<end>"]
+        write_questions(self.dir / "long.bin", [([1], [[2, 3], [4]], 1)])
+        for last, version, refused in ((b"", 2, True), (b" " * 256, 3, False)):
+            cli.write_tokenizer(self.dir / "long.tok", [*tokens[:4], last, *tokens[5:]], eot=256, version=version)
+            line = [cli.PROGRAM, "--evaluate", self.step, "--eval", "long.bin", "--tokenizer", "long.tok"]
+            done = self.call(line, 2 if refused else 0)
+            self.assertEqual("--eval: long: token 4 has no bytes in long.tok, and scores need the length" in done.stderr, refused, done.stderr)
+
     def test_a_file_of_another_tokenizer(self):
         """prepare_eval.py names the tokenizer in the header; training and --evaluate refuse another one."""
         (self.dir / "in.jsonl").write_text(json.dumps(dict(context="ab", endings=["a", "b"], label=1)) + "\n", "utf-8")
@@ -463,9 +473,9 @@ class Questions(Case):
 
 MODELS = {
     "tiny": dict(),
-    "latent queries, groups, YaRN": dict(q_lora=16, groups=2, top_groups=2, route_scale=2.5, yarn=1, rms_norm_eps=1e-2),
+    "latent queries, groups, YaRN": dict(q_lora=16, groups=2, top_groups=2, route_scale=2.5, yarn=1, config=dict(rms_norm_eps=1e-2)),
     "softmax": dict(score="softmax", route_norm=0, shared_experts=2, balance="none"),
-    "softmax, YaRN": dict(score="softmax", route_norm=0, groups=2, top_groups=1, yarn=1, yarn_mscale=0.707, balance="none"),
+    "softmax, YaRN": dict(model="debug", groups=2, top_groups=1, yarn=1, balance="none"),  # whose mscale is 0.707
     "softmax, dense": dict(score="softmax", route_norm=0, dense_layers=2),
 }
 
@@ -656,6 +666,31 @@ class Export(Case):
                 rounded = own[name] if name.endswith(kept) else own[name].to(torch.bfloat16)
                 self.assertTrue(torch.equal(value.float(), rounded.float()), name)
 
+    @NEEDS
+    def test_the_tokenizer_of_a_release(self):
+        """A release has the step's tokenizer.bin, or one from its tokenizer.json."""
+        (self.dir / "text").write_text("to be or not to be " * 40, "utf-8")
+        subprocess.run([sys.executable, cli.ROOT / "scripts/prepare_text.py", self.dir / "text", "--out", self.dir / "words"], check=True,
+                       capture_output=True)
+        self.train(train="words/text_train_*.bin", out="run", steps=1)
+        step = self.dir / "run/step_00000001"
+        was, record = (step / "tokenizer.bin").read_bytes(), cli.manifest(step)
+        for name, lacks in (("copied", "tokenizer.json"), ("made", "tokenizer.bin")):  # a step of 0.1.0 has no tokenizer.bin
+            (step / lacks).rename(self.dir / lacks)
+            cli.seal_manifest(step, {**record, "files": [file for file in record["files"] if file["name"] != lacks]})
+            self.card(step, name)
+            (self.dir / lacks).rename(step / lacks)
+            self.assertEqual((self.dir / name / "tokenizer.bin").read_bytes(), was)
+            self.call([cli.PROGRAM, "--sample", name, "--sample-tokens", 1])
+        # Both must have the same tokens.
+        text = (step / "tokenizer.json").read_text("utf-8")
+        (step / "tokenizer.json").write_text(text.replace('"a"', '"aa"', 1), "utf-8")
+        cli.seal_manifest(step, {**record, "files": [file for file in record["files"] if file["name"] != "tokenizer.json"]})
+        done = subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, self.dir / "two"], capture_output=True, encoding="utf-8")
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stderr, "tokenizer.json and .*tokenizer.bin are of two tokenizers: other bytes in token 97\n$")
+        self.assertFalse((self.dir / "two").exists())
+
     def card(self, step, name="released", **options):
         """The model card of a release, and the line about its upload. No folder is in the card."""
         shutil.rmtree(self.dir / name, ignore_errors=True)
@@ -702,6 +737,17 @@ class Export(Case):
         done = subprocess.run([sys.executable, "-c", code.replace("USER/my-model-s", str(self.dir / "my model's"))],
                               capture_output=True, encoding="utf-8", errors="replace")
         self.assertRegex(done.stdout, "^It was", done.stderr)
+
+    @NEEDS
+    def test_card_of_another_version(self):
+        """Options that are constants now are in the card where they had another value. Those of config.json are never."""
+        step = self.trained(optimizer="muon") / "step_00000008"
+        record = cli.manifest(step)
+        self.assertTrue({"rms-norm-eps", "yarn-factor", "yarn-mscale", "yarn-original-len"} <= record["options"].keys())
+        constants = {"eps": 1e-8, "muon-momentum": 0.95, "sample-top-k": 50, "mtp-weight-end": 0.1, "mtp-switch": 0.67}
+        for changed, shown in ({}, []), ({"eps": 1e-6, "mtp-switch": 0.5, "sample-top-k": 1}, ["--eps 1e-06", "--mtp-switch 0.5"]):
+            cli.write_manifest(step, {**record, "options": {**record["options"], **constants, **changed}})
+            self.assertEqual(re.findall(r"--(?:rms|yarn-|eps|muon-momentum|sample|mtp-weight-end|mtp-switch)\S* \S+", self.card(step)[0]), shown)
 
     @NEEDS
     def test_card_without_losses(self):

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""MTP modules from and to Hugging Face folders: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_hub_mtp.py
+"""The MTP module from and to Hugging Face folders: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_hub_mtp.py
 
 Oracles and bounds are those of tests/model/test_hub.py.
 """
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -24,7 +25,7 @@ except ImportError:
     pass
 
 
-class Modules(test_hub.Case):
+class Module(test_hub.Case):
     def trained(self, name="run", **options):
         self.train(out=name, **{"val": self.val, "vocab": VOCAB, "steps": 8, **TOKENS, **options})
         return self.dir / name
@@ -37,42 +38,47 @@ class Modules(test_hub.Case):
                          code)
         return (None if code else cli.read_log(out)[1][0]), done.stdout + done.stderr
 
-    def test_modules(self):
-        """Modules are loaded by name; a module that the folder lacks is new; one beyond --mtp is left out."""
-        run = self.trained(mtp=2, layers=2)
+    def test_module(self):
+        """The module is loaded by name. It is new where the folder lacks it, and left out without --mtp. Two are refused."""
+        run = self.trained(mtp=1, layers=2)
         step = run / "step_00000008"
         config, index = [json.loads((step / name).read_text("utf-8")) for name in ("config.json", "model.safetensors.index.json")]
-        self.assertEqual((config["num_hidden_layers"], config["num_nextn_predict_layers"]), (2, 2))
-        names = {"enorm", "hnorm", "eh_proj", "shared_head.norm"}
-        for layer in (2, 3):
-            own = {name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight") for name in index["weight_map"]
-                   if name.startswith(f"model.layers.{layer}.")}
-            block = {name.removeprefix("model.layers.1.").removesuffix(".weight") for name in index["weight_map"]
-                     if name.startswith("model.layers.1.")}
-            self.assertEqual(own, block | names)
+        self.assertEqual((config["num_hidden_layers"], config["num_nextn_predict_layers"]), (2, 1))
+        block, own = [{name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight") for name in index["weight_map"]
+                       if name.startswith(f"model.layers.{layer}.")} for layer in (1, 2)]
+        self.assertEqual(own, block | {"enorm", "hnorm", "eh_proj", "shared_head.norm"})
         self.assertLess(abs(self.evaluated(step) - cli.read_log(run)[1][-1]["val_loss"]), 1e-6)  # it prints 6 digits
 
-        both, text = self.begun(step, 2)
-        self.assertNotRegex(text, "left out|is new")
         one, text = self.begun(step, 1)
-        self.assertIn("layers from 3 on are left out: they are MTP modules", text)
-        three, text = self.begun(step, 3)
-        self.assertRegex(text, "layer 4, a module of --mtp, is not in the folder and is new")
+        self.assertNotRegex(text, "left out|is new")
+        self.assertLess(one["mtp_loss_1"], 5.4)  # trained a little
         none, text = self.begun(step, 0)
         self.assertIn("layers from 2 on are left out: they are MTP modules", text)
-        self.assertEqual(len({line["loss"] for line in (both, one, three, none)}), 1)
-        self.assertEqual([both["mtp_loss_1"]] * 2, [one["mtp_loss_1"], three["mtp_loss_1"]])
-        self.assertEqual(both["mtp_loss_2"], three["mtp_loss_2"])
-        self.assertLess(both["mtp_loss_2"], 5.4)  # trained a little
-        self.assertLess(abs(three["mtp_loss_3"] / 5.704 - 1), 0.05)  # a new one, untrained: ln 300, exact with zeros
-        self.assertGreater(abs(three["mtp_loss_3"] - 5.7037825), 1e-4)
+        self.assertEqual(none["loss"], one["loss"])
         self.assertNotIn("mtp_loss_1", none)
-        plain, text = self.begun(self.trained("plain", layers=2) / "step_00000008", 1)
-        self.assertRegex(text, "layer 2, a module of --mtp, is not in the folder and is new")
-        self.assertIn("mtp_loss_1", plain)
+        new, text = self.begun(self.trained("plain", layers=2) / "step_00000008", 1)
+        self.assertRegex(text, "layer 2, the module of --mtp, is not in the folder and is new")
+        self.assertLess(abs(new["mtp_loss_1"] / 5.704 - 1), 0.05)  # untrained: ln 300, exact with zeros
+        self.assertGreater(abs(new["mtp_loss_1"] - 5.7037825), 1e-4)
 
-    def test_modules_after_dense_blocks(self):
-        """With softmax scores, the modules alone have selection biases."""
+        # A folder with a second module, which is a copy of the first.
+        two = self.dir / "two"
+        shutil.copytree(step, two)
+        (two / "manifest.json").unlink()
+        config["num_nextn_predict_layers"] = 2
+        module = index["weight_map"]["model.layers.2.eh_proj.weight"]
+        (two / "more.safetensors").write_bytes((two / module).read_bytes().replace(b"model.layers.2.", b"model.layers.3."))
+        index["weight_map"]["model.layers.3.eh_proj.weight"] = "more.safetensors"
+        for name, content in (("config.json", config), ("model.safetensors.index.json", index)):
+            (two / name).write_text(json.dumps(content), "utf-8")
+        none, text = self.begun(two, 0)
+        self.assertIn("layers from 2 on are left out: they are MTP modules", text)
+        self.assertEqual(none["loss"], one["loss"])
+        self.assertIn(f"error: --init {two}: it has more than one MTP module, and --mtp 1 takes one: without --mtp all are left out",
+                      self.begun(two, 1, code=2)[1])
+
+    def test_module_after_dense_blocks(self):
+        """With softmax scores, the module alone has a selection bias."""
         run = self.trained(mtp=1, layers=2, dense_layers=2, score="softmax", route_norm=0)
         step = run / "step_00000008"
         self.assertLess(abs(self.evaluated(step) - cli.read_log(run)[1][-1]["val_loss"]), 1e-6)
@@ -81,8 +87,8 @@ class Modules(test_hub.Case):
         self.assertLess(line["mtp_loss_1"], 5.4)  # trained a little; a new one has ln 300 = 5.704
 
     @NEEDS
-    def test_modules_elsewhere(self):
-        """transformers ignores modules; a release repeats the main model's tensors, as DeepSeek-V3's, and is read back."""
+    def test_module_elsewhere(self):
+        """transformers ignores the module; a release repeats the main model's tensors, as DeepSeek-V3's, and is read back."""
         run = self.trained(mtp=1, layers=2)
         step, release = run / "step_00000008", self.dir / "release"
         model, info = transformers.AutoModelForCausalLM.from_pretrained(step, dtype=torch.float32, output_loading_info=True)
@@ -103,10 +109,10 @@ class Modules(test_hub.Case):
         other, norm = tensors[head].clone(), "model.layers.2.hnorm.weight"
         other[-1, -1] += 1
         for change, words in (({norm: None}, f"tensor {norm} is missing"),
-                              ({head: other}, f"tensor {head} is not the same as lm_head.weight, which modules of --mtp share")):
+                              ({head: other}, f"tensor {head} is not the same as lm_head.weight, which the module of --mtp shares")):
             save_file({k: v for k, v in {**tensors, **change}.items() if v is not None}, release / "model.safetensors")
             self.assertIn(words, self.begun(release, 1, code=2)[1])
-            self.evaluated(release)  # it does not read the modules
+            self.evaluated(release)  # it does not read the module
 
 
 if __name__ == "__main__":

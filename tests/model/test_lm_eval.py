@@ -47,6 +47,7 @@ class Harness(cli.Case):
         t.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(
             dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|endoftext|>", bos_token="<|endoftext|>")), "utf-8")
+        subprocess.run([sys.executable, cli.ROOT / "scripts/tokenizer_json.py", folder], check=True, capture_output=True)
 
     def test_item_by_item(self):
         self.train(out="run", steps=60, vocab=257, seq_len=128)  # the harness cuts longer texts

@@ -106,7 +106,7 @@ static void check_micro_batches(const char* more) {
 }
 
 static void micro_batches(void) { check_micro_batches(""); }
-static void micro_batches_of_modules(void) { check_micro_batches("--mtp 3"); }
+static void micro_batches_of_module(void) { check_micro_batches("--mtp 1"); }
 
 // A step of micro-steps first .. end - 1, two sequences each. In the even ones all tokens select expert 1 and none
 // expert 4, in the odd ones the other way round.
@@ -204,11 +204,10 @@ static double objective(Model* m, double aux) {
     model_forward(m, 1);
     model_loss(m, m->step.state, 0);
     double total = m->step.state->loss_sum / (double)m->shapes.N;
-    for (int64_t k = 0; k < c->mtp; k++)
-        total += m->settings.mtp_weight / (double)c->mtp * m->step.state->mtp_sum[k] / (double)m->shapes.N;
+    total += m->settings.mtp_weight * m->step.state->mtp_sum / (double)m->shapes.N;
     for (int64_t l = c->dense_layers; l < config_blocks(c); l++) {
         const MoeSaved* s = &m->blocks[l].moe;
-        const int64_t T = m->shapes.T - max_i64(l + 1 - c->L, 0);  // a module's windows are shorter
+        const int64_t T = m->shapes.T - (l == c->L);  // the MTP module's windows are shorter
         for (int64_t b = 0; b < m->shapes.B; b++) {
             for (int64_t e = 0; e < c->E; e++) {
                 double count = 0, share = 0;
@@ -283,9 +282,9 @@ static void differences_groups(void) {
 static void differences_no_shared(void) {
     check_differences(DIFFERENT "--batch 1 --shared-experts 0 --dense-layers 0");
 }
-static void differences_one_module(void) { check_differences(DIFFERENT "--batch 2 --mtp 1 --aux-loss 0.1"); }
-static void differences_modules(void) {
-    check_differences(DIFFERENT "--batch 2 --mtp 3 --q-lora 16 --aux-loss 0.1 --mtp-weight 2 --recompute block");
+static void differences_module(void) { check_differences(DIFFERENT "--batch 2 --mtp 1 --aux-loss 0.1"); }
+static void differences_module_rebuilt(void) {
+    check_differences(DIFFERENT "--batch 2 --mtp 1 --q-lora 16 --aux-loss 0.1 --mtp-weight 2 --recompute block");
 }
 static void differences_dense(void) { check_differences(DIFFERENT "--batch 1 --dense-layers 3"); }
 #endif
@@ -438,7 +437,7 @@ static void experts_every_second_step(void) {
     for (int i = 0; i < 2; i++) finish(m[i]);
 }
 
-// No two tensors of a step have a stream of random numbers in common, over layers, MTP modules, experts and their
+// No two tensors of a step have a stream of random numbers in common, over layers, the MTP module, experts and their
 // ranks. A linear layer has the same on every rank, where the rows have other numbers.
 static void tensors_have_their_own_streams(void) {
     enum { RANKS = 4, FACTOR = 2 * WEIGHT_STREAMS };
@@ -479,11 +478,11 @@ int main(void) {
     RUN(differences_groups);
     RUN(differences_no_shared);
     RUN(differences_dense);
-    RUN(differences_one_module);
-    RUN(differences_modules);
+    RUN(differences_module);
+    RUN(differences_module_rebuilt);
 #endif
     RUN(micro_batches);
-    RUN(micro_batches_of_modules);
+    RUN(micro_batches_of_module);
     RUN(experts_without_tokens);
     if (!BF16) RUN(padding_is_written);
     RUN(loads_count_training_only);

@@ -30,8 +30,7 @@ class ResumeOptions(Case):
             ("seq_len", 16, "32"),
             ("tokens_per_step", 128, "64"), ("aux_loss", 0.1, "0.01"), ("balance", "none", "quantile"),
             ("clip", 2, "1"), ("overfit", True, "0"), ("force_balance", True, "0"), ("model", "debug", "tiny"),
-            ("vocab", 300, "257"), ("mtp", 1, "0"), ("mtp_weight", 0.5, "0.3"), ("mtp_weight_end", 0.2, "0.1"),
-            ("mtp_switch", 0.5, "0.67"), ("moments", "bf16", "float32"),
+            ("vocab", 300, "257"), ("mtp", 1, "0"), ("mtp_weight", 0.5, "0.3"), ("moments", "bf16", "float32"),
         ):
             with self.subTest(name):
                 option, shown = name.replace("_", "-"), 1 if value is True else value
@@ -109,9 +108,9 @@ class ResumeOptions(Case):
             self.assertEqual(len(curve(out)), 22)
             again = self.train(out="run", resume=True, steps=24, optimizer=None)
             self.assertNotIn("start at zero", again.stdout)
-            said = {"muon": "the run in run was made with --muon-momentum 0.95, not 0.9. ",
-                    "adamw": "--muon-lr, --muon-momentum and --muon-expert-steps go with --optimizer muon"}[now]
-            self.refused(2, said, out="run", resume=True, steps=25, optimizer=None, muon_momentum=0.9)
+            said = {"muon": "the run in run was made with --muon-lr 0.001, not 0.9. ",
+                    "adamw": "--muon-lr and --muon-expert-steps go with --optimizer muon"}[now]
+            self.refused(2, said, out="run", resume=True, steps=25, optimizer=None, muon_lr=0.9)
             shutil.rmtree(out)
 
     def test_a_version_before(self):
@@ -130,7 +129,7 @@ class ResumeOptions(Case):
         shutil.copytree(self.data, self.dir / "data")
         done = self.train(train="data/text_train_*.bin", val=self.val_glob, out="moved", resume=True, steps=23, batch=4,
                           tokens_per_step=128, save_every=1, keep=3, val_every=1, val_tokens=64,
-                          sample_every=2, sample_tokens=3, prompt="abc", temperature=0, sample_top_k=1)
+                          sample_every=2, sample_tokens=3, prompt="abc", temperature=0)
         self.assertIn("resumed    from moved/step_00000020", done.stdout)
         self.assertEqual(checkpoints(out), ["step_00000021", "step_00000022", "step_00000023"])
         losses = [step["loss"] for step in curve(out)]
@@ -150,7 +149,7 @@ class ResumeOptions(Case):
         options = dict(model="debug", q_lora=32, score="sigmoid", precision="mxfp8-exact", kv_lora=32, expert_ffn=32,
                        tokens_per_step=128, batch=1, seed=3, lr=1 / 300, clip=0.5, overfit=True, val=self.val_glob, val_every=3,
                        val_tokens=64, sample_every=8, sample_tokens=3, prompt="ab c", keep=3, recompute="moe", mx_stats=4,
-                       mtp=1, mtp_switch=0.6)
+                       mtp=1, mtp_weight=0.4)
         whole = self.reference(**options)
         out = self.copy_of(whole)
         shutil.rmtree(out / "step_00000020")
@@ -206,6 +205,39 @@ class ResumeOptions(Case):
             record["options"][name] = value
             write_manifest(out / "step_00000020", record)
             self.assertIn(f"error: the checkpoint in run: --{name} {words}", self.alone(code=2).stderr)
+
+    def test_retired(self):
+        """Values that 0.1.0 had are refused by name, with what replaces them. A run with the only value of now goes on."""
+        out = self.copy_of(self.reference())
+        record = manifest(out / "step_00000020")
+        only = {"mtp": 1, "eps": 1e-8, "muon-momentum": 0.95, "sample-top-k": 50, "mtp-weight-end": 0.1, "mtp-switch": 0.67}
+        self.assertEqual(only.keys() & record["options"].keys(), {"mtp"})
+        for name, value in ("mtp", 2), ("eps", 1e-6), ("muon-momentum", 0), ("sample-top-k", 0), ("mtp-weight-end", 0.3), ("mtp-switch", 1):
+            with self.subTest(name):
+                write_manifest(out / "step_00000020", {**record, "options": {**record["options"], name: value}})
+                self.assertIn(f"error: the run in run was made with --{name} {value:g}, and this version of train_moe has only {only[name]:g}: "
+                              "go on with 0.1.0, or begin a new run from its weights: --init run\n", self.alone(code=2).stderr)
+        write_manifest(out / "step_00000020", {**record, "options": {**record["options"], **only, "mtp": 0}})
+        self.alone("--steps", 21)
+
+    def test_values_of_config_json(self):
+        """YaRN's values and RMSNorm's eps are no options. They come from config.json or an older record, and stay."""
+        rope = dict(type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, mscale=0.5, mscale_all_dim=0.5,
+                    original_max_position_embeddings=16)
+        config = dict(rope_scaling=rope, rms_norm_eps=1e-3)
+        self.train(out="run", config=config, steps=2)
+        self.alone("--steps", 3)
+        for step in "step_00000002", "step_00000003":
+            step = self.dir / "run" / step
+            record = manifest(step)["options"]
+            self.assertEqual([record[name] for name in ("yarn", "yarn-factor", "yarn-mscale", "yarn-original-len", "rms-norm-eps")],
+                             [1, 8, 0.5, 16, 1e-3])
+            written = json.loads((step / "config.json").read_text("utf-8"))
+            self.assertEqual({name: written[name] for name in config}, config)
+        # --yarn 1 has DeepSeek's values, also where config.json has none.
+        self.train(out="longer", init=self.reference() / "step_00000020", yarn=1, steps=1)
+        written = json.loads((self.dir / "longer/step_00000001/config.json").read_text("utf-8"))
+        self.assertEqual(written["rope_scaling"], {**rope, "factor": 40, "mscale": 1, "mscale_all_dim": 1, "original_max_position_embeddings": 4096})
 
     def test_without_a_checkpoint(self):
         (self.dir / "empty").mkdir()
@@ -301,9 +333,9 @@ class Resume(Case):
     def test_architectures(self):
         for options in (dict(score="softmax", route_norm=0, groups=2, top_groups=1, dense_layers=0, warmup=8),
                         dict(q_lora=8, yarn=1, shared_experts=0, top_k=1, dense_layers=1), dict(dense_layers=2),
-                        dict(overfit=True, clip=0, force_balance=True), dict(mtp=2, mtp_switch=1),
+                        dict(overfit=True, clip=0, force_balance=True), dict(mtp=1, mtp_weight=0.1),
                         dict(moments="bf16", score="softmax"), dict(balance="deepseek", score="softmax"),
-                        dict(balance="none"), dict(optimizer="muon"), dict(optimizer="muon", moments="bf16", muon_expert_steps=2, q_lora=8, mtp=1, mtp_switch=1)):
+                        dict(balance="none"), dict(optimizer="muon"), dict(optimizer="muon", moments="bf16", muon_expert_steps=2, q_lora=8, mtp=1, mtp_weight=0.1)):
             with self.subTest(options):
                 self.check([9], **options)
 

@@ -10,9 +10,9 @@ static void draws(void) {
         int64_t top_k;
         double temperature;
         int weight[5];
-    } cases[] = {{0, 1, {1, 3, 2, 4, 2}},    {3, 1, {0, 3, 2, 4, 0}},   {1, 1, {0, 0, 0, 1, 0}},
-                 {5, 1, {1, 3, 2, 4, 2}},    {4, 1, {0, 3, 2, 4, 2}},   {0, 0.5, {1, 9, 4, 16, 4}},
-                 {3, 0.5, {0, 9, 4, 16, 0}}, {1, 0.5, {0, 0, 0, 1, 0}}, {0, 0, {0, 0, 0, 1, 0}},
+    } cases[] = {{50, 1, {1, 3, 2, 4, 2}},   {3, 1, {0, 3, 2, 4, 0}},   {1, 1, {0, 0, 0, 1, 0}},
+                 {5, 1, {1, 3, 2, 4, 2}},    {4, 1, {0, 3, 2, 4, 2}},   {50, 0.5, {1, 9, 4, 16, 4}},
+                 {3, 0.5, {0, 9, 4, 16, 0}}, {1, 0.5, {0, 0, 0, 1, 0}}, {5, 0, {0, 0, 0, 1, 0}},
                  {3, 0, {0, 0, 0, 1, 0}}};
     for (size_t c = 0; c < sizeof(cases) / sizeof(cases[0]); c++) {
         const int* weight = cases[c].weight;
@@ -41,6 +41,20 @@ static void draws_of_equals(void) {
             const int32_t id = sample_draw(logits, 6, top_k ? 1 : 0, top_k, u);
             CHECK(id == expected, "top_k %lld, u %g: %d, expected %d", (long long)top_k, u, id, expected);
         }
+}
+
+// In a model of zeros all tokens are equally likely, and a sample takes the first 50. Bytes below 32 are written as
+// \\xNN.
+static void among_the_likeliest(void) {
+    Model* m = small_model("--vocab 257 --sample-tokens 500 --temperature 1");
+    Tokenizer* bytes = tokenizer_open("");
+    char *text = model_sample(m, NULL, bytes, 0), last = 0;
+    for (const char* c = text; *c; c += *c == '\\' ? 4 : 1)
+        if (*c != '\\' && *c > last) last = *c;
+    CHECK(last == 49, "the last byte is %d", last);
+    free(text);
+    tokenizer_close(bytes);
+    finish(m);
 }
 
 // A sample's context is the last seq_len tokens. A longer prompt continues like its last seq_len tokens.
@@ -79,6 +93,7 @@ static void a_blank_counts_no_byte(void) {
 int main(void) {
     RUN(draws);
     RUN(draws_of_equals);
+    RUN(among_the_likeliest);
     RUN(text_beyond_the_context);
     RUN(a_blank_counts_no_byte);
     return test_summary();

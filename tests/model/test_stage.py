@@ -100,7 +100,7 @@ class Stages(Case):
 
     def test_two_stages_are_one_run(self):
         """The same windows and learning rate: the second stage is the second half of one run, for each kind of moments."""
-        for options in ({}, dict(optimizer="muon"), dict(optimizer="muon", moments="bf16", mtp=1, mtp_switch=1),
+        for options in ({}, dict(optimizer="muon"), dict(optimizer="muon", moments="bf16", mtp=1, mtp_weight=0.1),
                         dict(balance="deepseek", score="softmax")):
             with self.subTest(options):
                 shutil.rmtree(self.dir / "run", ignore_errors=True)
@@ -220,7 +220,7 @@ class Stages(Case):
             (dict(dim=64, beta2=0.99, moments="bf16", balance="none", lr=1),
              "the run in old/step_00000010 was made with --dim 32, not 64; --beta2 0.95, not 0.99; --moments float32, not bf16; "
              "--balance quantile, not none. A new stage keeps its model"),
-            (dict(muon_lr=1e-2), "--muon-lr, --muon-momentum and --muon-expert-steps go with --optimizer muon"),
+            (dict(muon_lr=1e-2), "--muon-lr and --muon-expert-steps go with --optimizer muon"),
             (dict(bias_rate=0), "--bias-rate goes with --balance deepseek"),
             # The run itself is not a stage of itself, also with --resume.
             (dict(out="old"), "--out old holds a run already"),
@@ -231,8 +231,17 @@ class Stages(Case):
         # The same command twice, without --resume.
         self.train(**stage)
         self.refused(2, "--out run holds a run already; add --resume to go on with it", **stage)
-        # A file of the first run that is altered, and one whose manifest is.
+        # Values that 0.1.0 had.
         shutil.rmtree(self.dir / "run")
+        first = manifest(old / "step_00000010")
+        for name, value, only in ("mtp", 2, 1), ("eps", 1e-6, 1e-8), ("sample-top-k", 0, 50):
+            write_manifest(old / "step_00000010", {**first, "options": {**first["options"], name: value}})
+            self.refused(2, f"the run in old/step_00000010 was made with --{name} {value:g}, and this version of train_moe has only {only:g}: "
+                         "go on with 0.1.0, or begin a new run from its weights: --init old/step_00000010\n", **stage)
+        write_manifest(old / "step_00000010", {**first, "options": {**first["options"], "yarn-mscale": 0}})
+        self.refused(2, "--yarn 1: the run's record has yarn-mscale 0, and it must be above 0", yarn=1, **stage)
+        write_manifest(old / "step_00000010", first)
+        # A file of the first run that is altered, and one whose manifest is.
         path = old / "step_00000010/block_001.adam.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"x")
         done = self.train(1, **stage)

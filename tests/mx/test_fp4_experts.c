@@ -7,7 +7,7 @@
 //           Allowed: 1e-6. A tensor that is rounded otherwise is 1e-2 off or more.
 //   float   Sums differ by 1e-6, and steps are a third of an element. So about one of 1e4 elements flips to its
 //           neighbour: 1 / 3 of one element, 1e-2 of a norm of 1e3 elements. Allowed: 3e-2.
-#include "linear/linear.h"
+#include "linear/quantized.h"
 #include "mx/formats.h"
 #include "tests/mx.h"
 #include "tests/test.h"

@@ -1,6 +1,6 @@
-// Dense GEMMs in MXFP8 (linear/linear.h) against float64 with its own quantization (tests/mx.h): first single GEMMs, then
-// those of whole models, on the model's own buffers. Operands are the same numbers on both sides. So quantized values
-// agree to the bit, and only sums differ:
+// Dense GEMMs in MXFP8 (linear/linear.h) against float64 with its own quantization (tests/mx.h): first single GEMMs,
+// then those of whole models, on the model's own buffers. Operands are the same numbers on both sides. So quantized
+// values agree to the bit, and only sums differ:
 //   double  1e-16 for each term of a sum: below 1e-15. Allowed: 1e-14
 //   float   sums of up to 384 terms in float32: below 1e-6 of a row's norm. Allowed: 2e-6
 //   CUDA    y is rounded to bf16, each element by 2^-8 at most (1.7e-3 of a norm is typical). Fast sums are off by
@@ -10,7 +10,7 @@
 // than 2^-23 of its sum, which makes 1.1e-5 if all sums were as large as the last. Allowed: 1e-5 of the norm. Fast
 // GEMMs: 4e-4 and 4e-3 as above.
 // A skipped quantization is 2.6e-2 of a GEMM's norm, a wrong scale more.
-#include "linear/linear.h"
+#include "linear/quantized.h"
 #include "model/block.h"
 #include "tests/model.h"
 #include "tests/mx.h"
@@ -192,8 +192,8 @@ static void run(int dgrad, const double* x, double* ref, const Weight* w, int64_
 
 // Statistics of a tensor quantized in tiles, against sums over its elements and their dequantized values (float32:
 // 1e-6).
-static void compare_stats(const QuantizationStats* got, const double* x, int64_t rows, int64_t columns, int64_t tile_rows,
-                          Way way, const char* name) {
+static void compare_stats(const QuantizationStats* got, const double* x, int64_t rows, int64_t columns,
+                          int64_t tile_rows, Way way, const char* name) {
     QuantizationStats want = {0, 0, 0, 0, 0, 0};
     double* c = copy_of(x, rows * columns);
     fake_quantize(c, rows, columns, tile_rows, way.fast ? 128 : 32, way.mode);
@@ -226,8 +226,8 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     weight_quantize(&weight, ctx);
     linear_batch(&gemms, 0, N, ctx);
     QuantizationStats stats[WEIGHT_STATS];
-    weight.stats = (QuantizationStats*)device_alloc(sizeof(stats), "statistics");
-    device_zero(weight.stats, sizeof(stats), ctx);
+    gemms.stats = (QuantizationStats*)device_alloc(sizeof(stats), "statistics");
+    device_zero(gemms.stats, sizeof(stats), ctx);
     // Forward and dgrad.
     char name[120];
     for (int dgrad = 0; dgrad < 2; dgrad++) {
@@ -239,15 +239,12 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
             run(0, x, expected_forward(x, w, N, IC, OC, way), &weight, N, IC, OC, name);
     }
     // Statistics.
-    floatX *x_there = send(x, N * IC), *dy_there = send(dy, N * OC);
-    LinearGradient gradient = {&weight, dy_there, x_there, 0};
-    linear_wgrads(&gradient, 1, N, ctx);  // also adds the statistics of W
-    device_download(stats, weight.stats, sizeof(stats), ctx);
-    device_free(x_there), device_free(dy_there), device_free(weight.grad);
+    device_download(stats, gemms.stats, sizeof(stats), ctx);
+    device_free(weight.grad);
     compare_stats(&stats[STATS_X], x, N, IC, 1, way, "statistics of x");
     compare_stats(&stats[STATS_DY], dy, N, OC, 1, way, "statistics of dy");
     compare_stats(&stats[STATS_W], w, OC, IC, way.fast ? 128 : 1, way, "statistics of W");
-    device_free(weight.stats);
+    device_free(gemms.stats);
     free(x), free(dy), free(w);
     device_free(wx);
     arena_free(&arena);
@@ -337,9 +334,8 @@ static void test_linear(void) {
     "--layers 3 --dim 96 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 160 --experts 6 "   \
     "--top-k 2 --expert-ffn 32 --shared-experts 2 --vocab 50 --seq-len 19 --batch 7 --force-balance --warmup 0 "
 static const char* const models[] = {"", "--q-lora 64 ", "--dense-layers 3 "};
-static const char* const precisions[] = {
-    "--linear-precision mxfp8-exact --wgrad-precision mxfp8 ",
-    "--linear-precision mxfp8 --wgrad-precision mxfp8 --mx-scale floor "};
+static const char* const precisions[] = {"--linear-precision mxfp8-exact --wgrad-precision mxfp8 ",
+                                         "--linear-precision mxfp8 --wgrad-precision mxfp8 --mx-scale floor "};
 static const Way ways[] = {{0, MX_RCEIL}, {1, MX_FLOOR}};
 
 static Model* fresh(const char* model, const char* precision) {

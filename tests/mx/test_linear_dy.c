@@ -1,9 +1,9 @@
-// The dy that linear_dgrad quantizes for the next linear_wgrads (linear/linear.h). The gradients must have the same bits as
-// with a dy that linear_wgrads quantizes itself.
+// The dy that linear_dgrad quantizes for the next linear_wgrads (linear/linear.h). The gradients must have the same
+// bits as with a dy that linear_wgrads quantizes itself.
 #include <string.h>
 
 #include "layers/swiglu.h"
-#include "linear/linear.h"
+#include "linear/quantized.h"
 #include "tests/mx.h"
 #include "tests/test.h"
 #include "tests/weight.h"
@@ -49,8 +49,7 @@ static void fast_weights(FastWeights* f) {
 static real* gradients_of(FastWeights* f, LinearGradient* products, int64_t N) {
     int64_t at = 0;
     real* got = (real*)host_alloc((size_t)(3 * 160 * 160) * sizeof(real));
-    for (int i = 0; i < FAST; i++)
-        fill_with_nan(f->w[i].grad, (size_t)(f->w[i].OC * f->w[i].IC) * sizeof(real), ctx);
+    for (int i = 0; i < FAST; i++) fill_with_nan(f->w[i].grad, (size_t)(f->w[i].OC * f->w[i].IC) * sizeof(real), ctx);
     linear_wgrads(products, FAST, N, ctx);
     for (int i = 0; i < FAST; i++) {
         const int64_t n = f->w[i].OC * f->w[i].IC;

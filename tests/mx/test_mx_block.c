@@ -392,7 +392,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     MoeSaved saved;
     Block b;
     QuantizationStats* stats = (QuantizationStats*)device_room(sizeof(b.stats));
-    if (measured) w13.stats = stats, w2.stats = stats + WEIGHT_STATS;
+    if (measured) gemms.stats = stats, w2.stream = 2 * WEIGHT_STREAMS;
     const BalanceCounts no_counts = {NULL, NULL};
     moe_forward(y, x, w, &saved, no_counts, s, dispatch, pool, ctx);
     b.expert = (int32_t*)host_room(N * K * sizeof(int32_t));

@@ -9,7 +9,7 @@ static QuantizationStats stats_of(const real* x, int64_t rows, int64_t columns, 
     mx_stats(&stats, x, NULL, 1, rows, columns, recipe, ctx);
     ctx_destroy(ctx);
     return (QuantizationStats){stats.elements - 1, stats.saturated - 2, stats.flushed - 3,
-                     stats.inexact - 4,  stats.signal - 5,    stats.noise - 6};
+                               stats.inexact - 4,  stats.signal - 5,    stats.noise - 6};
 }
 
 static void test_stats(void) {

@@ -55,7 +55,7 @@ static void moments_case(int64_t n, int64_t n_decay) {
     Narrow m(n, 2, false), v(n, 3, true);
     // Clipped gradients are large enough to matter: with 0.95 times a bf16 alone one in twenty results would be the
     // middle of two.
-    const AdamW opt = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1000};
+    const AdamW opt = {1e-2f, 0.9f, 0.95f, 0.1f, 1000};
     AdamW* there = (AdamW*)device_alloc(sizeof(opt), "a test");
     device_upload(there, &opt, sizeof(opt), ctx);
     StepState* state = (StepState*)device_alloc(sizeof(StepState), "a test");

@@ -90,7 +90,7 @@ static void elements_case(int64_t n, int bf16, bool is_rounded) {
     R grad(n), m(n, 2);
     grad.host = rounded.host, grad.send();
     X half(n, 2);  // the momentum in bf16
-    const Muon opt = {0.01f, 0.95f, 0.1f};
+    const Muon opt = {0.01f, 0.1f};
     StepState host, *state = (StepState*)device_alloc(sizeof(StepState), "a test");
     Muon* option = (Muon*)device_alloc(sizeof(Muon), "a test");
     memset(&host, 0, sizeof(host));
@@ -106,20 +106,20 @@ static void elements_case(int64_t n, int bf16, bool is_rounded) {
             list.push_back({u.dev + at, bf16 ? (void*)(half.dev + at) : (void*)(m.dev + at),
                             is_rounded ? nullptr : grad.dev + at, weight.dev + at, master.low + at,
                             std::min(size, n - at), is_rounded ? rounded.dev + at : nullptr});
-        muon_momentum(list.data(), (int)list.size(), bf16, option, state, ctx);
+        muon_momentum(list.data(), (int)list.size(), bf16, state, ctx);
         for (MuonBuffer& buffer : list) buffer.x = x.dev + (buffer.x - u.dev);
         muon_update(list.data(), (int)list.size(), option, state, ctx);
         auto& moments = bf16 ? half.host : m.host;
         const auto got_m = bf16 ? half.got() : m.got(), got_u = u.got(), got_w = master.got(), working = weight.got();
         double worst = 0;
         for (size_t i = 0; i < (size_t)n; i++) {
-            const double g = 0.25 * grad.host[i], after = ok ? (double)0.95f * moments[i] + g : moments[i];
+            const double g = 0.25 * grad.host[i], after = ok ? (double)MUON_MOMENTUM * moments[i] + g : moments[i];
             const double w =
                 ok ? master.host[i] - (double)0.01f * (x.host[i] + (double)0.1f * master.host[i]) : master.host[i];
             worst = fmax(worst, fabs(got_w[i] - w));
             worst = fmax(worst, fabs(got_m[i] - after) - (bf16 ? 0x1p-8 * fabs(after) : 0));
             if (!ok) continue;
-            worst = fmax(worst, fabs(got_u[i] - (g + (double)0.95f * after)) - 0x1p-8 * fabs(got_u[i]));
+            worst = fmax(worst, fabs(got_u[i] - (g + (double)MUON_MOMENTUM * after)) - 0x1p-8 * fabs(got_u[i]));
             worst = fmax(worst, fabs(working[i] - w) - 0x1p-8 * fabs(w));
         }
         CHECK(worst <= 2e-6, "ok %d, bf16 %d: off by %g", ok, bf16, worst);

@@ -72,8 +72,8 @@ static void router_case(RouterShape s, float aux) {
     CHECK(close <= 2 + s.N / 50, "%lld of %lld tokens too close to call", (long long)close, (long long)s.N);
     CHECK_REPEATS(scores, forward());
 
-    // Counts of the same scores and the same selection, added to large numbers. The reference computes the scores again,
-    // because the repetition has poisoned them.
+    // Counts of the same scores and the same selection, added to large numbers. The reference computes the scores
+    // again, because the repetition has poisoned them.
     REFERENCE(router_forward)
     (scores.ref(), expert.ref(), gate.ref(), x.ref(), w.ref(), bias.ref(), s, reference_ctx);
     for (auto& l : load.host) l = (int64_t)1 << 40;

@@ -209,8 +209,8 @@ static void test_router_choice(void) {
     CHOICE(two, ((int32_t[]){4, 3}), NULL, 1, 1, 1, 1, 2, -9);
 }
 
-// If all scores are 0 in float32, gates and the balance loss divide by 1e-20, not by 0. A token that is not finite still
-// gets K different experts, so that the step continues until it is detected and skipped.
+// If all scores are 0 in float32, gates and the balance loss divide by 1e-20, not by 0. A token that is not finite
+// still gets K different experts, so that the step continues until it is detected and skipped.
 static void test_router_extreme(void) {
     RouterShape s = {.N = 4, .T = 4, .C = 3, .E = 8, .K = 3, .groups = 4, .top_groups = 2, .norm = 1, .scale = 1};
     for (s.score = 0; s.score < 2; s.score++) {

@@ -85,6 +85,17 @@ class Docs(unittest.TestCase):
             count = sum((ROOT / "docs" / name).read_text("utf-8").count("\n") for name in names)
             self.assertAlmostEqual(int(said), count, delta=0.1 * count, msg=names)
 
+    def test_order_of_folders(self):
+        """A file includes only files of its own folder and of folders before it, in the order of docs/code.md."""
+        listed, = re.findall(r"in this order: (.*?); the program\.", re.sub(r"\s+", " ", (ROOT / "docs/code.md").read_text("utf-8")))
+        order = re.findall(r"\w+", listed.replace("then", ""))
+        paths = [path for folder in order for path in (ROOT / folder).glob("*.[ch]*")]
+        self.assertGreater(len(paths), 150)
+        for path in paths:
+            below = order[:order.index(path.parent.name) + 1]
+            for folder in re.findall(r'^ *#include "(\w+)/', path.read_text("utf-8"), re.M):
+                self.assertIn(folder, below, f"{path.parent.name}/{path.name} includes a file of {folder}/")
+
     def test_figures(self):
         """Each figure is on a page, readable at its size, and made by scripts/figures.py."""
         shown = {page.parent / target for page in PAGES for target in re.findall(r"!\[[^\]]+\]\(([\w./]+\.svg)\)", page.read_text("utf-8"))}

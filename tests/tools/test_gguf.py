@@ -51,13 +51,19 @@ except ImportError:
 ONE_BUILD = True  # tests/run.py: the files are float32
 SLOW = True
 VOCAB, END, T = 300, 256, 32
-# YaRN's frequencies make a difference within the 32 tokens of a window.
-YARN = dict(yarn=1, yarn_factor=8, yarn_original_len=16)
+
+
+def yarn(mscale):
+    """YaRN's frequencies that make a difference within the 32 tokens of a window."""
+    return dict(config=dict(rope_scaling=dict(type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, mscale=mscale, mscale_all_dim=mscale,
+                                              original_max_position_embeddings=16)))
+
+
 MODELS = {
     "tiny": dict(),
-    "latent queries, groups, YaRN": dict(q_lora=16, experts=8, groups=4, top_groups=2, route_scale=2.5, **YARN),
+    "latent queries, groups, YaRN": dict(q_lora=16, experts=8, groups=4, top_groups=2, route_scale=2.5, **yarn(1.0)),
     "softmax": dict(score="softmax", route_norm=0, shared_experts=2, balance="none"),
-    "softmax, YaRN": dict(score="softmax", route_norm=0, route_scale=2, yarn_mscale=0.707, balance="none", **YARN),
+    "softmax, YaRN": dict(score="softmax", route_norm=0, route_scale=2, balance="none", **yarn(0.707)),
     "softmax, normalised, with a selection bias": dict(score="softmax", route_norm=1),
     "groups of which all are taken, no dense block": dict(experts=4, groups=2, top_groups=2, dense_layers=0),
     "groups of one expert": dict(experts=4, groups=4, top_groups=3),
@@ -331,7 +337,7 @@ class Gguf(cli.Case):
 
     def test_warnings(self):
         """Where llama.cpp differs a little, a line says so."""
-        step, _ = self.trained(tokens={**tokenizer_json(), "normalizer": dict(type="NFC")}, rms_norm_eps=1e-5)
+        step, _ = self.trained(tokens={**tokenizer_json(), "normalizer": dict(type="NFC")}, config=dict(rms_norm_eps=1e-5))
         done = subprocess.run([sys.executable, cli.ROOT / "scripts/to_gguf.py", step, self.dir / "eps.gguf"], capture_output=True,
                               encoding="utf-8", check=True)
         self.assertRegex(done.stderr, "^to_gguf.py: warning: llama.cpp has rms_norm_eps 1e-05 in the norms of the latents too.*\n"

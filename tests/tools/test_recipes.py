@@ -67,8 +67,10 @@ class Recipes(Case):
         self.assertEqual([step["step"] for step in log], [1, 2, 3])
         self.assertEqual((first["train"], first["vocab"]), ("data/corpus/fineweb/edu_fineweb_train_*.bin", 100))
         self.assertEqual(sorted(os.listdir(self.dir / "data/corpus/fineweb")),
-                         ["edu_fineweb_train_000001.bin", "edu_fineweb_val_000000.bin", "tokenizer.json", "tokenizer_config.json"])
-        self.assertTrue(list((self.dir / "runs/tiny").glob("step_*/tokenizer_config.json")))
+                         ["edu_fineweb_train_000001.bin", "edu_fineweb_val_000000.bin", "tokenizer.bin", "tokenizer.json",
+                          "tokenizer_config.json"])
+        for name in "tokenizer.bin", "tokenizer_config.json":
+            self.assertTrue(list((self.dir / "runs/tiny").glob(f"step_*/{name}")))
 
     @unittest.skipUnless(shutil.which("curl"), "there is no curl")
     def test_a_text_that_cannot_be_fetched(self):

@@ -3,16 +3,18 @@
 //
 //   values   floatX, each element rounded to the format (fake quantization). Every GPU can multiply them.
 //   packed   the format's own bytes: elements, and a scale for each block of elements. They are faster to multiply.
-//            Dispatch and combine send them.
+//            Dispatch and combine send them. Only MXFP8 has this form (mx/mxfp8.h).
 //
-// A new format is a file of functions in mx/ and a row of that table. Blocks run along the contraction of a GEMM.
+// A new format is a file of functions in mx/ and a row of that table. GEMMs read its values. Blocks run along the
+// contraction of a GEMM.
 #pragma once
 
-#include "grouped/experts.h"
+#include "grouped/permute.h"
 
 typedef struct Format Format;
-typedef struct PackedGemms PackedGemms;
-struct Weight;
+
+// The readers of a format's packed form: none, dispatch and combine, or these and GEMMs.
+typedef enum { NOT_PACKED, PACKED_ROWS, PACKED_GEMMS } FormatPacking;
 
 // Widths of quantized operands are multiples of this.
 enum { FORMAT_BLOCK = 32 };
@@ -51,31 +53,22 @@ typedef struct Draw {
 
 struct Format {
     Recipe recipe;       // of the functions below
-    double bf16_blocks;  // the share of blocks, the last ones, whose GEMMs stay in floatX; only without a packed form
+    double bf16_blocks;  // the share of blocks, the last ones, whose GEMMs stay in floatX; only with NOT_PACKED
+    FormatPacking packing;
 
     // Fake quantization of x (capacity, columns), in place or not: in blocks along the rows, or with by_column 1 down
     // the columns of each group. Without starts (NULL) all rows are one group. A format of weights alone: NULL.
+    // With stats, out is not written: *stats += statistics of the values, all rows as one group, in blocks along them.
     void (*round)(const Format* format, floatX* out, const floatX* x, Ragged groups, int64_t columns, int by_column,
-                  Draw draw, Ctx* ctx);
+                  Draw draw, QuantizationStats* stats, Ctx* ctx);
     // Both copies of a weight w (count, OC, IC): for forward, in blocks along IC; for dgrad, along OC, transposed to
-    // (count, IC, OC).
+    // (count, IC, OC). With stats, neither is written: *stats += statistics of forward's copy.
     void (*round_weight)(const Format* format, floatX* forward, floatX* back, const floatX* w, int64_t count,
-                         int64_t OC, int64_t IC, Ctx* ctx);
-    // *stats += statistics of x (rows, columns), quantized along its rows. weight: x is its w, as forward reads it; or
-    // NULL.
-    void (*measure)(const Format* format, QuantizationStats* stats, const floatX* x, const struct Weight* weight,
-                    int64_t rows, int64_t columns, Ctx* ctx);
-
-    // Packs rows, and unpacks them: x =, or += with accumulate 1. NULL: the format has no packed form.
-    int64_t (*scale_bytes)(int64_t columns);  // of a row
-    void (*pack)(Packed out, const floatX* x, int64_t rows, int64_t columns, Recipe recipe, Ctx* ctx);
-    void (*unpack)(floatX* x, Packed from, int64_t rows, int64_t columns, int accumulate, Ctx* ctx);
-
-    const PackedGemms* gemms;  // that read the packed form; NULL: GEMMs read values
+                         int64_t OC, int64_t IC, QuantizationStats* stats, Ctx* ctx);
 };
 
 // The format if GEMMs read its packed form, else NULL.
-static inline const Format* format_packed(const Format* f) { return f && f->gemms ? f : NULL; }
+static inline const Format* format_packed(const Format* f) { return f && f->packing == PACKED_GEMMS ? f : NULL; }
 // The format if rows are quantized before they reach a GEMM, once for all of them. Else (NULL) each GEMM rounds its own
 // copy.
-static inline const Format* format_of_rows(const Format* f) { return f && f->pack ? f : NULL; }
+static inline const Format* format_of_rows(const Format* f) { return f && f->packing ? f : NULL; }

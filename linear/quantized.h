@@ -1,0 +1,74 @@
+// Products whose operands are quantized: linear/linear.c calls them for a weight with a format. linear_ and grouped_,
+// names and shapes are those of linear/linear.h.
+//
+// A weight has two formats (mx/format.h): that of the operands of forward and dgrad, and that of the operands of
+// wgrad. Where a format is not floatX, each operand is quantized first, in blocks along the contraction:
+//
+//   forward  y  = Q(x) Q(W)^T     dgrad  dx = Q(dy) Q(W)     wgrad  dW = Q(dy)^T Q(x)
+//
+// A weight is quantized once after each update. linear_ quantizes x and dy just before the GEMM, into a workspace that
+// all GEMMs share. The rows of grouped_ come quantized if format_of_rows has their format; else grouped_ rounds them.
+// dy has random numbers, for formats that round it stochastically.
+#pragma once
+
+#include "linear/linear.h"
+
+// The workspace that all quantized GEMMs of a model share.
+struct GemmWorkspace {
+    int64_t inputs;                // the widest x or dy
+    int64_t of_dy, of_x;           // quantized wgrad: the columns of all operands that are quantized together
+    const Format *format, *wgrad;  // of the weights of linear_; NULL: floatX
+    Rows input;                    // x or dy, quantized
+    Rows dy, x;                    // quantized wgrad: operands, quantized along the tokens
+    int64_t dy_used;               // columns of `dy` that hold a gradient for the next linear_wgrads
+    struct Batch* batches;         // in device memory
+    uint64_t key;                  // of the step's random numbers
+    int64_t before;                // batches of the step, on all ranks, before the next linear_batch
+    int batch;                     // the current one
+    QuantizationStats* stats;      // +=: WEIGHT_STATS for each weight, in the order of streams; NULL: not measured
+};
+
+// The operands that --mx-stats measures: x, dy, and W as forward reads it.
+enum { STATS_X, STATS_DY, STATS_W, WEIGHT_STATS };
+
+// Streams of random numbers for a weight's dy. In dgrad each matrix has one, over all ranks; in wgrad another one.
+enum { WEIGHT_STREAMS = 1 << 12 };
+
+// --- For models, also of weights without a format ---
+
+// Registers a weight's quantized copies in `arena`. linear_plan follows after all weights (linear 1: a weight of
+// linear_). It registers the shared workspace for GEMMs of up to N tokens, and the token counts of `batches` batches.
+void weight_plan(Arena* arena, Weight* weight, int linear);
+void linear_plan(Arena* arena, GemmWorkspace* workspace, int64_t N, int batches);
+// Rows of a buffer for an operand of grouped_wgrad, which may have more than the ragged rows.
+int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backend backend);
+
+// Before the GEMMs: weight_quantize quantizes a weight whose w has changed; linear_batch sets the token count N of a
+// batch, and the random numbers of its gradients. workspace->batch is the current batch.
+void weight_quantize(Weight* weight, Ctx* ctx);
+void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx);
+// If workspace->stats: += the statistics of x (rows, columns), quantized to `format` as `operand`.
+void weight_measure(const Weight* weight, int operand, const Format* format, const floatX* x, int64_t rows,
+                    int64_t columns, Ctx* ctx);
+
+// --- For linear/linear.c ---
+
+// y = x W^T; with `back` dx = dy W, where y is dx and x is dy.
+void quantized_linear(floatX* y, const floatX* x, const Weight* weight, LinearGradient* back, int64_t N, Ctx* ctx);
+void quantized_grouped(floatX* y, Rows x, const Weight* weight, int back, Ragged ragged, Ctx* ctx);
+// 1: linear_swiglu_backward is done by one kernel that packs dh, and dgrad. 0: nothing is done.
+int quantized_swiglu_backward(floatX* dx, floatX* a, const floatX* da, const floatX* h, LinearGradient* product,
+                              int64_t N, Ctx* ctx);
+// a = swiglu(h) in the format of w2, in out's buffers.
+Rows quantized_grouped_swiglu(Rows out, const floatX* h, const Weight* w2, Ragged ragged, Ctx* ctx);
+// grouped_dgrad_swiglu, in the format of w13.
+Rows quantized_grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, ExpertsBackward tensors, floatX* da, Rows dy,
+                                    const Weight* w2, const Weight* w13, Ragged ragged, Ctx* ctx);
+
+// linear_wgrads of the products whose weight has `wgrad`.
+void quantized_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx);
+// grouped_wgrad of a weight whose `wgrad` is packed.
+void quantized_grouped_wgrad(const Weight* weight, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged ragged,
+                             Ctx* ctx);
+// An operand of grouped_wgrad as values for a floatX GEMM. Rows by token stay as they are.
+Rows quantized_wgrad_rows(const Weight* weight, int operand, Rows x, Rows memory, Ragged ragged, Ctx* ctx);
