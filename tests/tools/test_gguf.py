@@ -30,6 +30,7 @@ import cli  # noqa: E402
 sys.path.insert(0, str(cli.ROOT / "scripts"))
 import gguf_tokens
 import to_gguf
+from tokenizer_json import token_bytes
 from test_script import locales
 
 try:
@@ -126,11 +127,13 @@ def rounded(values, dtype):
 class Gguf(cli.Case):
     def trained(self, name="run", tokens=None, **options):
         """A checkpoint after 20 steps with a tokenizer, and its validation loss."""
-        cli.write_tokenizer(self.dir / "tokens_tokenizer.bin", [bytes([i]) for i in range(256)] + [b""] * (VOCAB - 256), eot=END)
+        tokens = tokens or tokenizer_json()
+        table = token_bytes(tokens)  # a release needs the same tokens in both files
+        cli.write_tokenizer(self.dir / "tokens_tokenizer.bin", table, eot=len(table) - 1)
         self.train(out=name, steps=20, vocab=VOCAB, val=self.val_glob, val_tokens=256, tokenizer="tokens_tokenizer.bin",
                    **{"lr": 1e-2, **options})
         step = self.dir / name / "step_00000020"
-        (step / "tokenizer.json").write_text(json.dumps(tokens or tokenizer_json()), "utf-8")
+        (step / "tokenizer.json").write_text(json.dumps(tokens), "utf-8")
         return step, cli.read_log(self.dir / name)[1][-1]["val_loss"]
 
     def convert(self, step, out="model.gguf", code=0, **options):
