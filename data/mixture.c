@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "data/shards.h"
+#include "data/order.h"
 #include "device/check.h"
 
 typedef __int128 Wide;  // products of two int64_t
@@ -106,5 +106,5 @@ int64_t mixture_window(MixtureWalk* walk, uint64_t seed, int64_t w) {
     const MixtureSet* set = &m->sets[k];
     const int64_t i = walk->taken[k] - 1, windows = set->windows;  // number i of the set, over all its epochs
     // The number of the set is in the bits above all seeds: sets of one size have other orders.
-    return set->first + shards_permute(seed ^ (uint64_t)k << 56, i / windows, i % windows, windows);
+    return set->first + order_permute(seed ^ (uint64_t)k << 56, i / windows, i % windows, windows);
 }

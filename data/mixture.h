@@ -50,7 +50,7 @@ typedef struct MixtureWalk {
 } MixtureWalk;
 
 // The window of the sets, in file order, that is window w of the run. Set k goes through its windows epoch after epoch,
-// in an order by `seed` (below 2^56), k and its own epoch (shards_permute). Earlier calls do not change the result.
+// in an order by `seed` (below 2^56), k and its own epoch (order_permute). Earlier calls do not change the result.
 //
 // They save time: a call takes some 5 ns a set for each window since the call before, or since the multiple of M below
 // w. A resume at window 10^8 with three sets and a larger M takes two seconds.

@@ -13,9 +13,9 @@
 //   window 1               i  i  i  i           token 9 is in no window
 //                             t  t  t  t
 //
-// Window w of the run belongs to epoch w / windows. It is window permute(seed, epoch, w % windows) of the set. The
-// order has no state, so a run can resume anywhere, and it does not depend on the ranks. Several sets with weights:
-// data/mixture.h.
+// Window w of the run belongs to epoch w / windows. It is window order_permute(seed, epoch, w % windows) of the set.
+// The order has no state (data/order.h), so a run can resume anywhere, and it does not depend on the ranks. Several
+// sets with weights: data/mixture.h.
 #pragma once
 
 #include "data/mixture.h"
@@ -57,10 +57,6 @@ uint32_t shards_sample(const Shards* shards);
 // Reads window `index` (0 .. windows - 1, in file order): input[t] = token t, target[t] = token t + 1. Every id is
 // checked against V: die() names file, byte offset and id.
 void shards_read(const Shards* shards, int64_t index, int32_t V, int32_t* input, int32_t* target);
-
-// Element i of the permutation of 0..n-1 for epoch `epoch` of `seed`. A Feistel network over the next even power of two
-// is iterated until the result is below n (cycle walking; Black & Rogaway 2002).
-int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 
 // The loader reads micro-batches of `batch` windows. While one is in use, the kernel prefetches the next.
 typedef struct Loader Loader;

@@ -121,7 +121,7 @@ static uint64_t mix(uint64_t x) {
 }
 
 // Element i of a random permutation of 0 .. n - 1, another one for each epoch: the order of the windows of T tokens.
-// A Feistel network permutes 0 .. 4^half - 1. It is repeated until the result is below n. Program: data/shards.c.
+// A Feistel network permutes 0 .. 4^half - 1. It is repeated until the result is below n. Program: data/order.c.
 static int permute(int epoch, int i, int n) {
     const uint64_t golden = 0x9e3779b97f4a7c15u;
     const uint64_t key = mix(mix(SEED + golden) + ((uint64_t)epoch + 1) * golden);

@@ -2,6 +2,7 @@
 // Texts that are refused: tests/model/test_mixture.py.
 #include "data/mixture.h"
 
+#include "data/order.h"
 #include "data/shards.h"
 #include "tests/test.h"
 
@@ -93,9 +94,9 @@ static void follow(const Mixture* m, const int64_t* weights, int64_t w, int64_t 
         while (m->sets[k].first > at) k--;
         const int64_t n = m->sets[k].windows, place = at - m->sets[k].first;
         const uint64_t own = seed ^ (uint64_t)k << 56;
-        const bool first = place == shards_permute(own, taken[k] / n, taken[k] % n, n);
+        const bool first = place == order_permute(own, taken[k] / n, taken[k] % n, n);
         if (!first && !sure[k]) taken[k]++;
-        wrong += place != shards_permute(own, taken[k] / n, taken[k] % n, n);
+        wrong += place != order_permute(own, taken[k] / n, taken[k] % n, n);
         sure[k] = true;
         taken[k]++;
         for (int j = 0; j < count; j++) {
@@ -187,7 +188,7 @@ static void test_without_weights(void) {
     m.sets[0].windows = 1001;
     MixtureWalk walk = {.mixture = &m};
     for (int64_t w = 0; w < 5000; w++)
-        CHECK(mixture_window(&walk, 7, w) == shards_permute(7, w / 1001, w % 1001, 1001), "window %ld", w);
+        CHECK(mixture_window(&walk, 7, w) == order_permute(7, w / 1001, w % 1001, 1001), "window %ld", w);
     mixture_free(&m);
 }
 

@@ -3,6 +3,7 @@
 #include <unistd.h>
 #include <zlib.h>
 
+#include "data/order.h"
 #include "data/shards.h"
 #include "tests/files.h"
 
@@ -264,7 +265,7 @@ static void test_permute_bijection(void) {
             char* seen = (char*)host_alloc((size_t)n);
             int64_t bad = 0;
             for (int64_t i = 0; i < n; i++) {
-                int64_t x = shards_permute(42, epoch, i, n);
+                int64_t x = order_permute(42, epoch, i, n);
                 if (x < 0 || x >= n || seen[x])
                     bad++;
                 else
@@ -276,17 +277,17 @@ static void test_permute_bijection(void) {
     }
     int64_t huge = (int64_t)3 << 58;  // 64-bit sizes
     for (int64_t i = 0; i < 100; i++) {
-        int64_t x = shards_permute(1, 0, huge - 1 - i, huge);
+        int64_t x = order_permute(1, 0, huge - 1 - i, huge);
         CHECK(x >= 0 && x < huge, "%lld", (long long)x);
     }
-    CHECK(shards_permute(1, 0, 0, huge) != shards_permute(1, 0, 1, huge), "huge");
+    CHECK(order_permute(1, 0, 0, huge) != order_permute(1, 0, 1, huge), "huge");
 }
 
 // The number of positions, of n, at which two orders agree; about 1 for unrelated orders.
 static int in_common(uint64_t seed_a, int64_t epoch_a, uint64_t seed_b, int64_t epoch_b, int64_t n) {
     int same = 0;
     for (int64_t i = 0; i < n; i++)
-        same += shards_permute(seed_a, epoch_a, i, n) == shards_permute(seed_b, epoch_b, i, n);
+        same += order_permute(seed_a, epoch_a, i, n) == order_permute(seed_b, epoch_b, i, n);
     return same;
 }
 
@@ -300,8 +301,8 @@ static void test_permute_differs(void) {
     // Neighbours are separated, each position is equally likely: chi-square over 10 x 10 cells of (position, value).
     int adjacent = 0, cells[10][10] = {{0}};
     for (int64_t i = 0; i < n; i++) {
-        int64_t x = shards_permute(7, 0, i, n);
-        if (i > 0 && llabs(x - shards_permute(7, 0, i - 1, n)) == 1) adjacent++;
+        int64_t x = order_permute(7, 0, i, n);
+        if (i > 0 && llabs(x - order_permute(7, 0, i - 1, n)) == 1) adjacent++;
         cells[i / 100][x / 100]++;
     }
     double chi = 0;
@@ -311,8 +312,7 @@ static void test_permute_differs(void) {
     // All orders of three windows occur, none much more often than another.
     int orders[27] = {0};
     for (int epoch = 0; epoch < 6000; epoch++)
-        orders[9 * shards_permute(5, epoch, 0, 3) + 3 * shards_permute(5, epoch, 1, 3) +
-               shards_permute(5, epoch, 2, 3)]++;
+        orders[9 * order_permute(5, epoch, 0, 3) + 3 * order_permute(5, epoch, 1, 3) + order_permute(5, epoch, 2, 3)]++;
     int lowest = 6000;
     for (int i = 0; i < 27; i++)
         if (orders[i] && orders[i] < lowest) lowest = orders[i];
@@ -351,7 +351,7 @@ static void test_loader_epochs(void) {
     collect(s, BATCH, order_of(0, BATCH, 0), CALLS, got);
     for (int w = 0; w < CALLS * BATCH; w++) {
         int32_t input[T], target[T];
-        shards_read(s, shards_permute(99, w / 9, w % 9, 9), BIG, input, target);
+        shards_read(s, order_permute(99, w / 9, w % 9, 9), BIG, input, target);
         CHECK(got[w] == input[0], "window %d: %d, not %d", w, got[w], input[0]);
     }
     // 9 windows, 4 per batch: epochs end inside a batch, and each has every window once.
@@ -427,7 +427,7 @@ static void test_loader_mixture(void) {
 static int windows_before_bad(void) {
     int w = 0;
     for (; w < 9; w++) {
-        int64_t index = shards_permute(99, 0, w, 9);
+        int64_t index = order_permute(99, 0, w, 9);
         if (index == 4 || index == 5) break;
     }
     return w;
