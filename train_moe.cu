@@ -84,15 +84,15 @@ static int due(int64_t step, int64_t every) { return every > 0 && step % every =
 // A line for people, in columns of fixed widths.
 static void print_step(Run* r, int val) {
     const Settings* s = &r->settings;
-    int64_t left = (int64_t)(r->average_ms * (double)(s->steps - r->pending) / 1000);
-    const int digits = snprintf(NULL, 0, "%ld", s->steps);
+    int64_t left = (int64_t)(r->average_ms * (double)(s->run.steps - r->pending) / 1000);
+    const int digits = snprintf(NULL, 0, "%ld", s->run.steps);
     printf("step %*ld/%ld  loss %7.4f  norm %6.3f  lr %.2e  %6.1f ms  %7.0f tok/s  load %5.2f", digits, r->pending,
-           s->steps, r->last.loss, r->last.grad_norm, settings_lr(s, r->pending), 1000 * r->took,
-           (double)s->tokens_per_step / r->took, r->fullest);
+           s->run.steps, r->last.loss, r->last.grad_norm, run_lr(&s->run, r->pending), 1000 * r->took,
+           (double)s->run.tokens_per_step / r->took, r->fullest);
     if (isfinite(r->mfu)) printf("  MFU %4.1f%%", 100 * r->mfu);
     printf("  ETA %2ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
     if (val) printf("  validation %7.4f", r->val_loss);
-    if (s->model.mtp) printf("  mtp_loss_1 %7.4f", report_mtp(s, &r->last));
+    if (s->model.mtp) printf("  mtp_loss_1 %7.4f", report_mtp(&s->run, &r->last));
     printf("\n");
     fflush(stdout);
     r->shown = host_seconds();
@@ -125,17 +125,17 @@ static void report(Run* r, int val, int asks) {
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
     r->took = stopwatch_seconds(r->watch[r->pending % 2]);
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * r->took : 1000 * r->took;
-    const double tokens_per_s = (double)s->tokens_per_step / r->took, peak = device_peak_flops(m->ctx);
-    const double flops_per_s = tokens_per_s * flops_per_token(&s->model, s->seq_len);
-    r->mfu = peak > 0 ? flops_per_s / ((double)s->ranks * peak) : NAN;
-    r->val_loss = val ? evaluate_loss(m, r->val) : 0;
+    const double tokens_per_s = (double)s->run.tokens_per_step / r->took, peak = device_peak_flops(m->ctx);
+    const double flops_per_s = tokens_per_s * flops_per_token(&s->model, s->run.seq_len);
+    r->mfu = peak > 0 ? flops_per_s / ((double)s->run.ranks * peak) : NAN;
+    r->val_loss = val ? evaluate_loss(m, r->val, evaluate_windows(s, r->val)) : 0;
 
     // The line of the log. Losses, optimizer and speed.
     char* line = host_format("{\"step\": %ld", r->pending);
     runlog_number(&line, "loss", r->last.loss);
-    if (s->model.mtp) runlog_number(&line, "mtp_loss_1", report_mtp(s, &r->last));
+    if (s->model.mtp) runlog_number(&line, "mtp_loss_1", report_mtp(&s->run, &r->last));
     runlog_number(&line, "grad_norm", r->last.grad_norm);
-    runlog_number(&line, "lr", settings_lr(s, r->pending));
+    runlog_number(&line, "lr", run_lr(&s->run, r->pending));
     runlog_number(&line, "max_logit", (double)r->last.max_logit);
     runlog_number(&line, "ms", 1000 * r->took);
     runlog_number(&line, "tokens_per_s", tokens_per_s);
@@ -147,10 +147,10 @@ static void report(Run* r, int val, int asks) {
     r->fullest = report_load(&line, &s->model, (const int64_t*)fetch_end(r->load));
     runlog_number(&line, "mem_gib", (double)device_peak_memory() / 0x1p30);
     if (r->capacity > 0) runlog_number(&line, "capacity", r->capacity);
-    host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", s->tokens_before + r->pending * s->tokens_per_step,
+    host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", s->tokens_before + r->pending * s->run.tokens_per_step,
                 host_time());
     if (asks) evaluate_questions(&line, m, r->questions, r->question_files, r->tokenizer);
-    if (r->stats && due(r->pending, s->stats_every))
+    if (r->stats && due(r->pending, s->run.stats_every))
         report_quantization(&line, m, (const QuantizationStats*)fetch_end(r->stats));
     host_append(&line, "}");
 
@@ -158,7 +158,7 @@ static void report(Run* r, int val, int asks) {
     if (r->log) folder_check(&r->folder);
     if (r->log) runlog_add(r->log, line);
     free(line);
-    if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
+    if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->run.steps || !r->last.ok)
         print_step(r, val);
     else if (!r->left_out++)
         printf("(at most two steps a second are printed; %slog.jsonl has all)\n", r->log ? "" : "with --out its ");
@@ -180,7 +180,7 @@ static void fetch_step(Run* r, int64_t step) {
     Model* m = r->model;
     fetch_begin(r->state, m->step.state, m->ctx);
     fetch_begin(r->load, m->step.load, m->ctx);
-    if (r->stats && due(step, r->settings.stats_every)) fetch_begin(r->stats, m->step.stats, m->ctx);
+    if (r->stats && due(step, r->settings.run.stats_every)) fetch_begin(r->stats, m->step.stats, m->ctx);
     r->capacity = m->windows ? m->shapes.moe.capacity : 0;
     r->pending = step;
 }
@@ -192,13 +192,13 @@ static void save(Run* r, int64_t step, int at_the_end) {
     if (good == r->saved || (good != step && !at_the_end)) return;
     if (r->log) folder_check(&r->folder);
     if (r->log) runlog_sync(r->log);
-    model_save(r->model, r->saver, good, r->data, &r->last);
+    model_save(r->model, &r->settings, r->saver, good, r->data, &r->last);
     r->saved = good;
 }
 
 // A sample, between two lines that tell it from the rest.
 static void print_sample(Run* r, int64_t step) {
-    char* text = model_sample(r->model, r->world, r->tokenizer, step);
+    char* text = model_sample(r->model, &r->settings, r->world, r->tokenizer, step);
     printf("--- sample at step %ld\n%s\n---\n", step, text);
     fflush(stdout);
     free(text);
@@ -211,7 +211,7 @@ static void train(Run* r) {
     r->shown = host_seconds();
 
     int stop = 0;
-    for (int64_t step = r->first; step <= s->steps && !stop; step++) {
+    for (int64_t step = r->first; step <= s->run.steps && !stop; step++) {
         // The device gets this step, and the host waits for the results of the one before.
         stopwatch_start(r->watch[step % 2], m->ctx);
         model_gradient(m, r->loader, step);
@@ -222,13 +222,13 @@ static void train(Run* r) {
 
         // A rank that was asked to stop told the others in the step before. All ranks learn it here together.
         stop = r->last.stop != 0;
-        const int last = step == s->steps || stop;
+        const int last = step == s->run.steps || stop;
 
         // Once in a while: a validation. All that comes after it waits for the results of this step too.
-        const int validates = r->val && s->val_every && (step == s->steps || due(step, s->val_every));
-        const int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
+        const int validates = r->val && s->val_every && (step == s->run.steps || due(step, s->val_every));
+        const int samples = s->sample_every && (step == s->run.steps || due(step, s->sample_every));
         const int saves = *s->out && (last || due(step, s->save_every));
-        const int asks = r->question_files && (step == s->steps || due(step, s->eval_every));
+        const int asks = r->question_files && (step == s->run.steps || due(step, s->eval_every));
         if (last || validates || asks || samples || saves) report(r, validates, asks);
 
         // Once in a while: a sample, and a checkpoint, which a thread writes while training goes on.
@@ -305,7 +305,7 @@ static void catch_signals(void) {
 // Inputs: tokenizer and shards, which must be the same on all ranks.
 static void open_data(Run* r) {
     const Settings* s = &r->settings;
-    r->train = shards_open("--train", s->train, s->seq_len);
+    r->train = shards_open("--train", s->train, s->run.seq_len);
     agree_on_data(r->world, "--train", shards_sample(r->train));
     r->tokenizer = sample_tokenizer(s, r->train);
     r->data.shards = shards_hash(r->train);
@@ -320,31 +320,31 @@ static void open_data(Run* r) {
 
     report_data(s, r->train, r->tokenizer);
     const int64_t windows = shards_windows(r->train);
-    if (windows < s->batch)
+    if (windows < s->run.batch)
         die(EXIT_FAILED,
             "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",
-            windows, s->seq_len, s->batch);
-    const LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
-                               .first = ranks_index(r->world) * s->batch,
-                               .stride = s->ranks * s->batch,
-                               .wrap = s->overfit ? s->tokens_per_step / s->seq_len : 0};
-    r->loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
+            windows, s->run.seq_len, s->run.batch);
+    const LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->run.seed),
+                               .first = ranks_index(r->world) * s->run.batch,
+                               .stride = s->run.ranks * s->run.batch,
+                               .wrap = s->overfit ? s->run.tokens_per_step / s->run.seq_len : 0};
+    r->loader = loader_start(r->train, s->run.batch, (int32_t)s->model.V, order);
 }
 
 // The model: as it begins, or as it was saved.
 static void open_model(Run* r) {
     const Settings* s = &r->settings;
-    r->model = model_create(s, r->world);
+    r->model = model_create(&s->model, &s->run, r->world);
     report_device(r->model);
-    r->saved = s->resume ? model_resume(r->model, r->world, r->data) : 0;
+    r->saved = s->resume ? model_resume(r->model, s, r->world, r->data) : 0;
     r->first = r->saved + 1;
     char* out = host_printable(s->out, strlen(s->out), "");
     if (r->saved)
         printf("resumed    from %s/step_%08ld\n", out, r->saved);
     else
-        model_begin(r->model, r->world);
-    if (r->saved >= s->steps)
-        printf("nothing to do: the run has %ld steps, --steps is %ld; a larger one goes on\n", r->saved, s->steps);
+        model_begin(r->model, s, r->world);
+    if (r->saved >= s->run.steps)
+        printf("nothing to do: the run has %ld steps, --steps is %ld; a larger one goes on\n", r->saved, s->run.steps);
     else if (r->saved)
         report_schedule(s, r->saved);
     free(out);
@@ -355,7 +355,7 @@ static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
     if (*s->out) {
         r->saver = saver_create(r->world, s->out, (int)s->keep, ranks_index(r->world) == 0 ? &r->folder : NULL);
-        export_files(r->saver, r->model, r->tokenizer);
+        export_files(r->saver, s, r->model, r->tokenizer);
     }
     char* first = record_line(s, version_text(), device_name(r->model->ctx));
     if (*s->out && ranks_index(r->world) == 0) r->log = runlog_open(s->out, first, r->saved);
@@ -363,7 +363,7 @@ static void open_outputs(Run* r) {
     for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
     r->state = fetch_create(sizeof(StepState));
     r->load = fetch_create((size_t)(config_blocks(&s->model) * s->model.E) * sizeof(int64_t));
-    if (r->log && s->stats_every)
+    if (r->log && s->run.stats_every)
         r->stats = fetch_create(config_blocks(&s->model) * BLOCK_STATS * sizeof(QuantizationStats));
 }
 

@@ -663,7 +663,7 @@ static void muon(Matrix m, float clip, float lr) {
 }
 
 // One update; returns the norm of the gradient. A norm above CLIP is scaled down to it. The learning rates rise in a
-// line to their peaks, then fall along half a cosine. Program: model/update.c; the schedule: model/settings.c.
+// line to their peaks, then fall along half a cosine. Program: model/update.c; the schedule: model/config.c.
 static double update(int step) {
     double squares = 0;
 #pragma omp parallel for reduction(+ : squares)

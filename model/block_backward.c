@@ -70,7 +70,7 @@ void block_backward(Model* m, const Unit* u, float aux) {
     const BlockSaved* block = &m->blocks[u->layer];
     const int64_t N = m->shapes.N, C = m->config.C;
     Workspace* work = &m->work;
-    if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, u);
+    if (m->run.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, u);
     mlp_backward(m, u, aux);
     rmsnorm_backward(work->dx, u->w[NORM2].grad, work->dnorm, block->residual2, C, u->w[NORM2].w, block->rstd2, N, C, 1,
                      m->ctx);

@@ -56,7 +56,7 @@ const char* hub_misfit(const Settings* s) {
         return "DeepSeek-V3's groups have two experts or more (--groups)";
     if (c->score == SCORE_SIGMOID) return NULL;
     if (c->route_norm) return "DeepSeek-V2's does not normalise the gates (--route-norm 0)";
-    if (s->balance != BALANCE_NONE) return "DeepSeek-V2's has no selection bias (--balance none)";
+    if (s->run.balance != BALANCE_NONE) return "DeepSeek-V2's has no selection bias (--balance none)";
     return NULL;
 }
 
@@ -79,7 +79,7 @@ static void add_rope(char** json, const Settings* s) {
                     "  \"rope_scaling\": {\"type\": \"yarn\", \"factor\": %s, \"beta_fast\": 32.0, \"beta_slow\": 1.0, "
                     "\"mscale\": %s, \"mscale_all_dim\": %s, \"original_max_position_embeddings\": %ld},\n",
                     float_text(factor, c->yarn_factor), mscale, mscale, c->yarn_original_len);
-    const int64_t longest = c->yarn ? (int64_t)(c->yarn_factor * (double)c->yarn_original_len) : s->seq_len;
+    const int64_t longest = c->yarn ? (int64_t)(c->yarn_factor * (double)c->yarn_original_len) : s->run.seq_len;
     host_append(json, "  \"max_position_embeddings\": %ld,\n", longest);
 }
 
@@ -92,7 +92,7 @@ char* hub_config(const Settings* s, int32_t end_of_text) {
     const ModelConfig* c = &s->model;
     const int v3 = c->score == SCORE_SIGMOID;
     const int has_router = c->dense_layers < config_blocks(c);  // of a block or of the MTP module
-    const int selects_with_bias = v3 || (has_router && s->balance != BALANCE_NONE);
+    const int selects_with_bias = v3 || (has_router && s->run.balance != BALANCE_NONE);
     const char* why = hub_misfit(s);
     // The model type, which decides who can read the file.
     char* json = why ? host_format("{\n  \"model_type\": \"train_moe\",\n  \"train_moe_note\": \"%s\",\n", why)

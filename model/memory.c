@@ -58,11 +58,11 @@ static size_t nccl_memory(int64_t ranks) {
 }
 
 // Bytes that a rank takes once its context is there: the part that is estimated, then all of it.
-static size_t memory_estimated(const Settings* s, Backend build) {
-    return build == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(s->ranks);
+static size_t memory_estimated(int64_t ranks, Backend build) {
+    return build == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(ranks);
 }
 static size_t memory_planned(const Model* m, Backend build) {
-    size_t bytes = model_workspace(m) + memory_estimated(&m->settings, build);
+    size_t bytes = model_workspace(m) + memory_estimated(m->run.ranks, build);
     for (int i = 0; i < ARENAS; i++) bytes += arena_bytes(&m->arena[i]);
     return bytes;
 }
@@ -70,7 +70,7 @@ static size_t memory_planned(const Model* m, Backend build) {
 // The same of a plan that allocates no device memory.
 static size_t memory_needed(const Settings* s, int rank, Backend build) {
     Model m;
-    model_plan(&m, s, rank, build);
+    model_plan(&m, &s->model, &s->run, rank, build);
     const size_t bytes = memory_planned(&m, build);
     model_plan_free(&m);
     return bytes;
@@ -82,15 +82,17 @@ static bool is_new_run(const Settings* s) { return !s->steps_before && !*s->samp
 // The first settings that are allowed and fit. Options of inner loops change first. All combinations are tried, because
 // a single change may need more memory. The moments are last: a run keeps them to its end.
 static bool find_fitting(Settings* o, const Settings* s, int rank, size_t available, Backend build) {
-    const int64_t last_shard = max_i64(s->shard, s->ranks > 1 ? SHARD_WEIGHTS : 0),
-                  last_moments = is_new_run(s) || s->moments;
-    const int64_t last_ep = min_i64(s->ranks, DISPATCH_MAX_RANKS);
+    const RunConfig* from = &s->run;
+    RunConfig* r = &o->run;
+    const int64_t last_shard = max_i64(from->shard, from->ranks > 1 ? SHARD_WEIGHTS : 0),
+                  last_moments = is_new_run(s) || from->moments;
+    const int64_t last_ep = min_i64(from->ranks, DISPATCH_MAX_RANKS);
     *o = *s;
-    for (; o->moments <= last_moments; o->moments++)
-        for (o->ep = s->ep; o->ep <= last_ep; o->ep *= 2)
-            for (o->batch = s->batch; o->batch > 0; o->batch /= 2)
-                for (o->recompute = s->recompute; o->recompute <= RECOMPUTE_BLOCK; o->recompute++)
-                    for (o->shard = s->shard; o->shard <= last_shard; o->shard++) {
+    for (; r->moments <= last_moments; r->moments++)
+        for (r->ep = from->ep; r->ep <= last_ep; r->ep *= 2)
+            for (r->batch = from->batch; r->batch > 0; r->batch /= 2)
+                for (r->recompute = from->recompute; r->recompute <= RECOMPUTE_BLOCK; r->recompute++)
+                    for (r->shard = from->shard; r->shard <= last_shard; r->shard++) {
                         char* refusal = settings_refusal(o);
                         const bool fits = !refusal && memory_needed(o, rank, build) <= available;
                         free(refusal);
@@ -109,7 +111,7 @@ static char* what_fits(const Settings* s, int rank, size_t available, Backend bu
     char* text = host_strdup("it fits with");
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
-        const bool follows = o->offset == offsetof(Settings, tokens_per_step) && found.batch != s->batch;
+        const bool follows = o->offset == offsetof(Settings, run.tokens_per_step) && found.run.batch != s->run.batch;
         if (option_same(o, &found, s) && !(follows && !s->given[i] && is_new_run(s))) continue;
         char* value = option_text(o, &found);
         host_append(&text, " --%s %s", o->name, value);
@@ -120,7 +122,7 @@ static char* what_fits(const Settings* s, int rank, size_t available, Backend bu
 
 // Bytes of the tensors of a checkpoint: weights, and two moments, or Muon's momentum.
 static double checkpoint_bytes(const Model* m) {
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     const double weight = (double)st_dtype_bytes(CHECKPOINT_DTYPE), moment = s->moments ? 2 : weight;
     double bytes = 0;
     for (int u = 0; u < params_units(&m->config); u++) {
@@ -137,7 +139,7 @@ static const char* const names[] = {"CPU", "CUDA"};  // by Backend
 
 // The memory of a rank, item by item.
 static void report_items(const Model* m, Backend build) {
-    const int64_t ranks = m->settings.ranks;
+    const int64_t ranks = m->run.ranks;
     const size_t total = memory_planned(m, build) + (build == BACKEND_CUDA ? CUDA_CONTEXT : 0);
     printf("\nmemory of each of %ld rank%s, %s build (weights and activations in %s), %ld tokens a micro-step\n", ranks,
            ranks == 1 ? "" : "s", names[build], build == BACKEND_CPU ? "float32" : "bf16", m->shapes.N);
@@ -152,7 +154,7 @@ static void report_items(const Model* m, Backend build) {
 static void report_prediction(const Model* m) {
     static const char* const classes[] = {"grouped GEMM", "dense GEMM",   "attention", "head and loss",
                                           "optimizer",    "memory-bound", "transfers"};  // by TimeClass
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     double t[TIMES];
     const double step = predict_step(t, m);
     printf("step       predicted: %.4g s, %.0f tokens/s a GPU, on H200, the card whose rates were measured%s\n", step,
@@ -170,10 +172,10 @@ void memory_report(const Settings* s, int running) {
     size_t available = 0;  // 0: not known
     if (given)
         available = given > CUDA_CONTEXT ? given - CUDA_CONTEXT : 1;
-    else if (BACKEND == BACKEND_CUDA || s->ranks == running)
+    else if (BACKEND == BACKEND_CUDA || s->run.ranks == running)
         available = device_free_memory(ranks_here());
     Model m;
-    model_plan(&m, s, 0, build);
+    model_plan(&m, &s->model, &s->run, 0, build);
     const size_t needed = memory_planned(&m, build);
     char* proposal = available && needed > available ? what_fits(s, 0, available, build) : NULL;
 
@@ -187,7 +189,7 @@ void memory_report(const Settings* s, int running) {
     // Model, checkpoints, time.
     report_model(s);
     printf("exactly    parameters %ld, active %ld, FLOPs a token %.6g\n", params_total(&s->model),
-           params_active(&s->model), flops_per_token(&s->model, s->seq_len));
+           params_active(&s->model), flops_per_token(&s->model, s->run.seq_len));
     const int64_t kept = max_i64(s->keep, 2) + 1;
     const double checkpoint = checkpoint_bytes(&m) / 0x1p30;
     if (!m.layout.frozen) {
@@ -212,5 +214,6 @@ void memory_check(const Settings* s, int rank) {
     if (available && needed > available)
         die(EXIT_FAILED,
             "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run all lists all), %.2f GiB are free; %s",
-            gib(needed), gib(memory_estimated(s, BACKEND)), gib(available), what_fits(s, rank, available, BACKEND));
+            gib(needed), gib(memory_estimated(s->run.ranks, BACKEND)), gib(available),
+            what_fits(s, rank, available, BACKEND));
 }

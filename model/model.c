@@ -17,7 +17,7 @@
 
 // The format of dispatch or wgrad: if it is MXFP8, that of the GEMMs with the same operands, if these are MXFP8 too.
 // Bytes that no GEMM reads have the exact format's blocks of 32.
-static const Format* format_like(int64_t precision, const Format* gemms, const Settings* s) {
+static const Format* format_like(int64_t precision, const Format* gemms, const RunConfig* s) {
     if (precision == FORMAT_MXFP8 && !format_of_rows(gemms)) precision = FORMAT_MXFP8_EXACT;
     return precision == FORMAT_MXFP8 ? gemms : format_of_id(precision, s->scale_rule);
 }
@@ -35,7 +35,7 @@ static const Format* packed_format(const Model* m) {
 
 void model_shapes(Model* m, int module) {
     const ModelConfig* c = &m->config;
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     const int64_t B = m->shapes.B, T = m->shapes.window - module, N = B * T;
     m->shapes.T = T;
     m->shapes.N = N;
@@ -65,7 +65,7 @@ void model_shapes(Model* m, int module) {
 
 // The formats of a unit's matmuls, and memory for its quantized weights.
 static void plan_weights(Model* m, Unit* u) {
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     Param list[PARAMS];
     const int count = params_list(list, &m->config, u->kind);
     int64_t of_dy[2] = {0, 0}, of_x[2] = {0, 0};  // of attention, of the MLP: their gradients are computed together
@@ -177,7 +177,7 @@ static void plan_params(Model* m) {
     m->units = (Unit*)host_alloc((size_t)units * sizeof(Unit));
     ParamBuffer** buffers = (ParamBuffer**)host_alloc((size_t)units * sizeof(ParamBuffer*));
     // The gradients of experts are rounded to floatX where they are written once in a step and never summed.
-    const int once = m->settings.tokens_per_step == settings_micro_tokens(&m->settings);
+    const int once = m->run.tokens_per_step == run_micro_tokens(&m->run);
     // Parameters, gradients and moments, then the slots that units are gathered into.
     for (int u = 0; u < units; u++) {
         m->units[u] = params_unit(&m->config, &m->layout, u);
@@ -199,7 +199,7 @@ static void plan_activations(Model* m) {
     const ModelConfig* c = &m->config;
     Arena* saved = &m->arena[IN_SAVED];
     const int64_t N = m->shapes.N, count = config_blocks(c);
-    const int per_block = m->settings.recompute != RECOMPUTE_BLOCK;
+    const int per_block = m->run.recompute != RECOMPUTE_BLOCK;
     // The blocks, the MTP module included.
     m->blocks = (BlockSaved*)host_alloc((size_t)count * sizeof(BlockSaved));
     for (int64_t l = 0; l < count; l++) {
@@ -220,7 +220,7 @@ static void plan_activations(Model* m) {
 // Workspace of a block, and the pool of the MoE blocks. Logits are computed in chunks of whole tiles of 128 tokens: 16
 // MiB on the CPU, which stay near the caches, 512 MiB on the GPU.
 static void plan_workspace(Model* m, Backend backend) {
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     const ModelConfig* c = &m->config;
     Arena* scratch = &m->arena[IN_SCRATCH];
     const int64_t N = m->shapes.N, moe_blocks = config_blocks(c) - c->dense_layers;
@@ -236,7 +236,7 @@ static void plan_workspace(Model* m, Backend backend) {
 
 // The batch, losses, counters, and the state of a step.
 static void plan_state(Model* m) {
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     const ModelConfig* c = &m->config;
     Arena* state = &m->arena[IN_STATE];
     const int64_t N = m->shapes.N, count = config_blocks(c);
@@ -259,16 +259,16 @@ static void plan_state(Model* m) {
     ARENA(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, &m->step.inputs);
 }
 
-void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
+void model_plan(Model* m, const ModelConfig* c, const RunConfig* s, int rank, Backend backend) {
     memset(m, 0, sizeof(*m));
-    m->settings = *s;
-    m->config = s->model;
+    m->config = *c;
+    m->run = *s;
     // The layout over the ranks. A model that is only used has frozen parameters.
     const Layout layout = {.ranks = (int)s->ranks,
                            .rank = rank,
                            .ep = (int)s->ep,
                            .shard = (Shard)s->shard,
-                           .frozen = *s->sample || *s->evaluate,
+                           .frozen = (int)s->frozen,
                            .bf16_moments = (int)s->moments,
                            .muon = s->optimizer == MUON};
     m->layout = layout;
@@ -330,11 +330,11 @@ static void connect(Model* m, Ranks* world) {
     ranks_free(same_experts);
 }
 
-Model* model_create(const Settings* s, Ranks* world) {
+Model* model_create(const ModelConfig* c, const RunConfig* s, Ranks* world) {
     Model* m = (Model*)host_alloc(sizeof(Model));
     ASSERT(s->ranks == (world ? ranks_count(world) : 1));
     // Memory, all but the pool. With activation checkpointing blocks share one set of activations.
-    model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
+    model_plan(m, c, s, world ? ranks_index(world) : 0, BACKEND);
     m->ranks = world;
     m->ctx = ctx_create(model_workspace(m));
     if (packed_format(m)) mx_check(m->ctx);
@@ -390,7 +390,7 @@ void model_destroy(Model* m) {
 }
 
 void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
-    ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
+    ASSERT(B * T <= m->run.batch * m->run.seq_len && T <= m->run.seq_len);
     // Shapes. The MTP module has a token fewer in each sequence.
     m->shapes.B = B;
     m->shapes.window = T;
@@ -406,7 +406,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 }
 
 const char* model_unreplayed(const Model* m) {
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     if (s->graph == GRAPH_OFF) return "--graph off";
     if (m->layout.ranks > 1) return "with several ranks every transfer is watched";
     return graph_refusal(packed_format(m) != NULL, m->ctx);

@@ -108,8 +108,8 @@ typedef struct Step {
 enum { UPDATE_GRAPH = 16, GRAPHS = 18 };
 
 typedef struct Model {
-    Settings settings;
     ModelConfig config;
+    RunConfig run;
     Layout layout;
     Ctx* ctx;
     Ranks* ranks;                  // of the run; NULL with one
@@ -146,11 +146,11 @@ typedef struct Model {
 } Model;
 
 // Plans the memory of rank `rank` for `backend` without allocating it (--dry-run reads the arenas).
-void model_plan(Model* model, const Settings* settings, int rank, Backend backend);
+void model_plan(Model* model, const ModelConfig* config, const RunConfig* run, int rank, Backend backend);
 void model_plan_free(Model* model);
 // Plans, allocates, and connects the ranks; world may be NULL with one rank. model_init or a checkpoint sets the
 // weights.
-Model* model_create(const Settings* settings, Ranks* world);
+Model* model_create(const ModelConfig* config, const RunConfig* run, Ranks* world);
 void model_init(Model* model, uint64_t seed);
 void model_destroy(Model* model);
 // Bytes of workspace for the ops of both streams. For a plan of the other build: an upper bound.
@@ -159,7 +159,7 @@ size_t model_workspace(const Model* model);
 void model_shapes(Model* model, int module);
 
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
-// B * T and T must not exceed the settings' batch * seq_len and seq_len.
+// B * T and T must not exceed the run's batch * seq_len and seq_len.
 void model_batch(Model* model, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T);
 // Forward up to the final norm. train 1: counts the loads of the experts, and runs the MTP module.
 void model_forward(Model* model, int train);

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "linear/quantized.h"
-#include "model/settings.h"
+#include "model/config.h"
 #include "parallel/sharding.h"
 
 // In the order of the buffers.

@@ -49,7 +49,7 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
 
         // The moments, or the momentum. The state of another optimizer is not loaded.
         const int by_muon = named->muon && optimizer == MUON;
-        if (named->muon && optimizer != m->settings.optimizer) tensor.count = tensor.save_count = 0;
+        if (named->muon && optimizer != m->run.optimizer) tensor.count = tensor.save_count = 0;
         add(moments, tensor, named->name, by_muon ? ".momentum_buffer" : ".exp_avg", p->m, at);
         if (!by_muon) add(moments, tensor, named->name, ".exp_avg_sq", p->v, tensor.count ? at - muon_owned(p) : 0);
     }
@@ -58,7 +58,7 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
     // Every rank holds the router's biases whole; rank 0 writes them.
     const int layer = m->units[u].layer;
     if (m->units[u].at[ROUTER] < 0) return;
-    if (m->config.score == SCORE_SOFTMAX && m->settings.balance == BALANCE_NONE) return;
+    if (m->config.score == SCORE_SOFTMAX && m->run.balance == BALANCE_NONE) return;
     int64_t E = m->config.E;
     CheckpointTensor bias = {
         .dtype = CHECKPOINT_DTYPE, .rank = 1, .shape = {E, 1}, .count = E, .save_count = m->layout.rank == 0 ? E : 0};
@@ -83,41 +83,40 @@ void model_files_free(CheckpointFile* files, int count) {
 
 // The window of the run with which the step after `step` begins. Unsigned: a folder may be named after any step.
 static int64_t window_after(const Model* m, int64_t step) {
-    return (int64_t)((uint64_t)step * (uint64_t)(m->settings.tokens_per_step / m->settings.seq_len));
+    return (int64_t)((uint64_t)step * (uint64_t)(m->run.tokens_per_step / m->run.seq_len));
 }
 
-void model_save(Model* m, Saver* saver, int64_t step, DataHash data, const StepState* state) {
+void model_save(Model* m, const Settings* s, Saver* saver, int64_t step, DataHash data, const StepState* state) {
     CheckpointRecord record = {step, window_after(m, step), state->updates, data.shards,
-                               *m->settings.tokenizer ? data.tokenizer : 0};  // without a file bytes are a guess
+                               *s->tokenizer ? data.tokenizer : 0};  // without a file bytes are a guess
     int count;
-    CheckpointFile* files = model_files(m, m->settings.optimizer, &count);
-    char* options = record_json(&m->settings);
+    CheckpointFile* files = model_files(m, m->run.optimizer, &count);
+    char* options = record_json(s);
     checkpoint_save(saver, &record, options, files, count, m->ctx);
     free(options);
     model_files_free(files, count);
 }
 
 // Options and data must be the same as in the run that saved.
-static void check_record(const Model* m, const Json* manifest, DataHash data) {
-    record_check(json_get(manifest, "options"), false, &m->settings);
+static void check_record(const Settings* s, const Json* manifest, DataHash data) {
+    record_check(json_get(manifest, "options"), false, s);
     if (json_int(manifest, "data_hash", -1) != (int64_t)data.shards)
         die(EXIT_USAGE,
             "--train names other shards than the run in %s was made with (names, sizes, headers or weights differ)",
-            m->settings.out);
+            s->out);
     const int64_t tokenizer = json_int(manifest, "tokenizer_hash", 0);
     if (tokenizer && tokenizer != data.tokenizer)
         die(EXIT_USAGE,
             "--tokenizer %s is not %s, that of the run in %s: its tokens or end of text differ; a run keeps its "
             "tokenizer",
-            *m->settings.tokenizer ? m->settings.tokenizer : "(bytes)",
-            json_text(json_get(manifest, "options"), "tokenizer"), m->settings.out);
+            *s->tokenizer ? s->tokenizer : "(bytes)", json_text(json_get(manifest, "options"), "tokenizer"), s->out);
     // A record of 0.1.0 has no hash. The end of text is in the config.json of its step.
-    const int64_t eot = hub_end_of_text_id(step_path(m->settings.out, json_int(manifest, "step", 0), "").text);
+    const int64_t eot = hub_end_of_text_id(step_path(s->out, json_int(manifest, "step", 0), "").text);
     if (!tokenizer && eot >= 0 && eot != data.end_of_text)
         die(EXIT_USAGE,
             "--tokenizer %s ends a text with token %d, and the run in %s with %ld; a run keeps its tokenizer: "
             "scripts/tokenizer_json.py of the tokenizer.json in its newest step makes it",
-            *m->settings.tokenizer ? m->settings.tokenizer : "(bytes)", data.end_of_text, m->settings.out, eot);
+            *s->tokenizer ? s->tokenizer : "(bytes)", data.end_of_text, s->out, eot);
 }
 
 // The checkpoints that rank 0 finds. Every rank tries the same ones.
@@ -145,23 +144,23 @@ static int load_step(Model* m, Ranks* world, const char* out, int64_t step, cons
     StepState state = {.updates = json_int(manifest, "updates", -1)};
     device_upload(m->step.state, &state, sizeof(state), m->ctx);
     weights_changed(m->sharding, m->ctx);
-    if (optimizer != m->settings.optimizer)
+    if (optimizer != m->run.optimizer)
         printf("optimizer  was %s: the %s of the matrices that Muon trains start at zero\n",
                optimizer == MUON ? "muon" : "adamw", optimizer == MUON ? "AdamW moments" : "momenta");
     return 0;
 }
 
-void model_stage(Model* m, Ranks* world) {
+void model_stage(Model* m, const Settings* s, Ranks* world) {
     char error[512];
     Path run;
-    Json* manifest = checkpoint_manifest_in(m->settings.init, &run, error, sizeof(error));
+    Json* manifest = checkpoint_manifest_in(s->init, &run, error, sizeof(error));
     if (load_step(m, world, run.text, json_int(manifest, "step", -1), manifest, error, sizeof(error)) != 0)
-        die(EXIT_FAILED, "--init %s: %s", m->settings.init, error);
+        die(EXIT_FAILED, "--init %s: %s", s->init, error);
     json_free(manifest);
 }
 
-int64_t model_resume(Model* m, Ranks* world, DataHash data) {
-    const char* out = m->settings.out;
+int64_t model_resume(Model* m, const Settings* s, Ranks* world, DataHash data) {
+    const char* out = s->out;
     char error[512];
     int count;
     int64_t *steps = all_ranks_list(world, out, &count), resumed = 0;
@@ -169,7 +168,7 @@ int64_t model_resume(Model* m, Ranks* world, DataHash data) {
     // From the newest on, until one is good.
     for (int i = 0; i < count && resumed == 0; i++) {
         Json* manifest = checkpoint_manifest(out, steps[i], error, sizeof(error));
-        if (manifest) check_record(m, manifest, data);
+        if (manifest) check_record(s, manifest, data);
 
         // The position in the data must be that of the step.
         const int64_t window = json_int(manifest, "window", -1);

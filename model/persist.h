@@ -7,6 +7,7 @@
 #pragma once
 
 #include "model/model.h"
+#include "model/settings.h"
 #include "parallel/checkpoint.h"
 
 // The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory.
@@ -22,14 +23,15 @@ typedef struct DataHash {
 } DataHash;
 
 // state is the host's copy of the device's StepState.
-void model_save(Model* model, Saver* saver, int64_t step, DataHash data, const StepState* state);
+void model_save(Model* model, const Settings* settings, Saver* saver, int64_t step, DataHash data,
+                const StepState* state);
 
 // Loads the newest good checkpoint in --out, with a warning that names the fault of each newer one.
 // Returns its step, 0 if there is none. Ends the run if there are checkpoints and none is good, or
 // if an option or the data differ that must not.
-int64_t model_resume(Model* model, Ranks* world, DataHash data);
+int64_t model_resume(Model* model, const Settings* settings, Ranks* world, DataHash data);
 
 // Loads weights, selection biases and moments of the step of --init, for a new stage (--init-moments). The count of
 // updates goes on from there, because AdamW's bias correction depends on it: after n updates a moment is a sum with
 // weights 1 - beta^n in all, whatever the stages. (Hence a stage keeps the betas.) Ends the run if a file is bad.
-void model_stage(Model* model, Ranks* world);
+void model_stage(Model* model, const Settings* settings, Ranks* world);

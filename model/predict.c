@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "layers/muon.h"
+#include "mx/formats.h"
 
 // Rates of one H200, from bench/h200.md. In FLOP/s: dense and grouped GEMM of "Bounds of these classes"; 32.0e12 FLOPs
 // of MXFP8 GEMMs take the 27.19 ms of "Where the time of a step goes".
@@ -37,7 +38,7 @@ static double bytes_reduced(const ParamBuffer* p, double micro) {
 
 // Adds the matmuls of a parameter, and its update, to the seconds of a step.
 static void add_param(double t[TIMES], const Model* m, const Unit* u, const Param* p, double micro) {
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     const Weight* w = &u->w[p->id];
     const int routed = param_buffer(p->id) == EXPERT_PARAMS, up = p->id == W13 || p->id == MLP13;
     const ParamBuffer* buffer = &u->buffer[param_buffer(p->id)];
@@ -74,7 +75,7 @@ static void add_param(double t[TIMES], const Model* m, const Unit* u, const Para
 // Adds the other kernels of a block.
 static void add_block(double t[TIMES], const Model* m, const Unit* u, double micro) {
     const ModelConfig* c = &m->config;
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     const double N = (double)m->shapes.N, T = (double)s->seq_len, K = (double)c->K, ep = (double)s->ep;
     const int moe = u->kind != UNIT_DENSE, again = s->recompute == RECOMPUTE_BLOCK;
     const double forward = N * T * (double)(c->H * (c->nope + c->rope + c->v));
@@ -95,9 +96,9 @@ static void add_block(double t[TIMES], const Model* m, const Unit* u, double mic
 }
 
 double predict_step(double t[TIMES], const Model* m) {
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     const ModelConfig* c = &m->config;
-    const double micro = (double)(s->tokens_per_step / settings_micro_tokens(s));
+    const double micro = (double)(s->tokens_per_step / run_micro_tokens(s));
     for (int i = 0; i < TIMES; i++) t[i] = 0;
     for (int unit = 0; unit < params_units(c); unit++) {
         const Unit* u = &m->units[unit];

@@ -28,7 +28,7 @@ char* record_json(const Settings* s) {
     host_append(&json,
                 ", \"warmup-steps\": %.17g, \"updates-before\": %ld, \"tokens-before\": %ld, \"fp4-rounding\": %d, "
                 "\"mixture-order\": %d}",
-                s->warmup_steps, s->updates_before, s->tokens_before, FP4_ROUNDING, MIXTURE_ORDER);
+                s->run.warmup_steps, s->updates_before, s->tokens_before, FP4_ROUNDING, MIXTURE_ORDER);
     return json;
 }
 
@@ -38,7 +38,7 @@ char* record_line(const Settings* s, const char* build, const char* device) {
     const char* values[3][2] = {{"build", build}, {"host", host}, {"device", device}};
     // Members go in before the closing brace.
     line[strlen(line) - 1] = 0;
-    runlog_number(&line, "flops-per-token", flops_per_token(&s->model, s->seq_len));
+    runlog_number(&line, "flops-per-token", flops_per_token(&s->model, s->run.seq_len));
     for (int i = 0; i < 3; i++) {
         char* quoted = json_quote(values[i][1]);
         host_append(&line, ", \"%s\": %s", values[i][0], quoted);
@@ -161,8 +161,8 @@ void record_recall(const Json* record, bool stage, Settings* s) {
     }
     // Other --steps change the schedule, but not the warm-up: it is behind, or has begun.
     const Json* warmup = json_get(record, "warmup-steps");
-    s->warmup_steps = warmup ? warmup->number : settings_warmup(&was);
-    s->steps_before = was.steps;
+    s->run.warmup_steps = warmup ? warmup->number : settings_warmup(&was);
+    s->steps_before = was.run.steps;
     s->updates_before = json_int(record, "updates-before", 0);
     s->tokens_before = json_int(record, "tokens-before", 0);
     settings_free(&was);
@@ -180,13 +180,13 @@ static void check_revision(const Json* record, const char* folder, const char* n
 void record_check(const Json* record, bool stage, const Settings* s) {
     const char* folder = stage ? s->init : s->out;
     Settings was = recorded(record, stage, folder);
-    if (was.tokens_per_step == 0) was.tokens_per_step = settings_micro_tokens(s);
+    if (was.run.tokens_per_step == 0) was.run.tokens_per_step = run_micro_tokens(&s->run);
     char* list = host_strdup("");
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         // Options that may change are skipped, and Muon's if the optimizer has changed.
         if (option_same(o, s, &was) || o->scope < (stage ? OPTION_KEPT : OPTION_FIXED)) continue;
-        if (s->optimizer != was.optimizer && strncmp(o->name, "muon-", 5) == 0) continue;
+        if (s->run.optimizer != was.run.optimizer && strncmp(o->name, "muon-", 5) == 0) continue;
         char *now = option_text(o, s), *then = option_text(o, &was);
         const char* lacks = json_get(record, o->name) ? "" : " (its checkpoint does not name this option)";
         host_append(&list, "%s--%s %s%s, not %s", *list ? "; " : "", o->name, then, lacks, now);
@@ -205,9 +205,9 @@ void record_check(const Json* record, bool stage, const Settings* s) {
 
     // Two revisions, where the run depends on them.
     Mixture mixture = mixture_parse("--train", s->train);
-    const Format* formats[] = {format_of_id(s->expert_precision, s->scale_rule),
-                               format_of_id(s->wgrad_precision, s->scale_rule),
-                               format_of_id(s->linear_precision, s->scale_rule)};
+    const Format* formats[] = {format_of_id(s->run.expert_precision, s->run.scale_rule),
+                               format_of_id(s->run.wgrad_precision, s->run.scale_rule),
+                               format_of_id(s->run.linear_precision, s->run.scale_rule)};
     bool fp4 = false;
     for (int i = 0; i < 3; i++) fp4 |= formats[i] && !format_of_rows(formats[i]);
     if (mixture.count > 1) check_revision(record, s->out, "mixture-order", "the order of mixtures", MIXTURE_ORDER);

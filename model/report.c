@@ -17,33 +17,33 @@ static const char* big(char text[32], double x) {
 }
 
 // FLOPs of one update by Muon on all ranks. With --shard none all ranks that hold a matrix orthogonalize it.
-static double flops_of_muon(const Settings* s) {
+static double flops_of_muon(const ModelConfig* c, const RunConfig* r) {
     const Layout whole = {.ranks = 1, .ep = 1};
-    const int64_t dense = s->shard == SHARD_NONE ? s->ranks : 1,
-                  experts = s->shard == SHARD_NONE ? s->ranks / s->ep : 1;
+    const int64_t dense = r->shard == SHARD_NONE ? r->ranks : 1,
+                  experts = r->shard == SHARD_NONE ? r->ranks / r->ep : 1;
     double flops = 0;
-    for (int u = 0; u < params_units(&s->model); u++) {
+    for (int u = 0; u < params_units(c); u++) {
         int count;
-        NamedTensor* list = params_tensors(&s->model, &whole, u, &count);
+        NamedTensor* list = params_tensors(c, &whole, u, &count);
         for (int i = 0; i < count; i++)
             if (list[i].muon)
                 flops +=
                     muon_flops(list[i].shape[0], list[i].shape[1]) *
-                    (list[i].buffer == EXPERT_PARAMS ? (double)experts / (double)s->muon_expert_steps : (double)dense);
+                    (list[i].buffer == EXPERT_PARAMS ? (double)experts / (double)r->muon_expert_steps : (double)dense);
         free(list);
     }
     return flops;
 }
 
 // Muon's share of a step's FLOPs.
-static void report_muon(const Settings* s) {
-    const double muon = flops_of_muon(s);
-    const double all = muon + (double)s->tokens_per_step * flops_per_token(&s->model, s->seq_len);
+static void report_muon(const ModelConfig* c, const RunConfig* r) {
+    const double muon = flops_of_muon(c, r);
+    const double all = muon + (double)r->tokens_per_step * flops_per_token(c, r->seq_len);
     char flops[32];
     printf("optimizer  Muon: %s FLOPs a step, %.1f %% of all\n", big(flops, muon), 100 * muon / all);
     if (muon > all / 3)
         warn("--optimizer muon takes %.0f %% of a step's FLOPs; a larger --tokens-per-step%s lowers that",
-             100 * muon / all, s->ranks > 1 && s->shard == SHARD_NONE ? " or --shard optimizer" : "");
+             100 * muon / all, r->ranks > 1 && r->shard == SHARD_NONE ? " or --shard optimizer" : "");
 }
 
 void report_model(const Settings* s) {
@@ -53,15 +53,15 @@ void report_model(const Settings* s) {
          active[32], flops[32];
     printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %ld\n", name,
            big(total, (double)params_total(c)), big(active, (double)params_active(c)),
-           big(flops, flops_per_token(c, s->seq_len)), s->seq_len);
-    if (s->optimizer == MUON) report_muon(s);
+           big(flops, flops_per_token(c, s->run.seq_len)), s->run.seq_len);
+    if (s->run.optimizer == MUON) report_muon(c, &s->run);
     free(name);
 }
 
 // The module has T - 1 predictions in each window of T tokens.
-double report_mtp(const Settings* s, const StepState* state) {
-    const double windows = (double)s->tokens_per_step / (double)s->seq_len;
-    return state->mtp_sum / (windows * (double)(s->seq_len - 1));
+double report_mtp(const RunConfig* r, const StepState* state) {
+    const double windows = (double)r->tokens_per_step / (double)r->seq_len;
+    return state->mtp_sum / (windows * (double)(r->seq_len - 1));
 }
 
 double report_load(char** line, const ModelConfig* c, const int64_t* load) {
@@ -89,12 +89,13 @@ double report_load(char** line, const ModelConfig* c, const int64_t* load) {
 }
 
 void report_data(const Settings* s, const Shards* train, const Tokenizer* tokenizer) {
+    const RunConfig* r = &s->run;
     const int64_t windows = shards_windows(train);
     const Mixture* mixture = shards_mixture(train);
-    const double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
+    const double epochs = (double)r->steps * (double)r->tokens_per_step / (double)r->seq_len / (double)windows;
     const int shards = shards_count(train);
     printf("data       %d shard%s, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps of %ld tokens)\n", shards,
-           shards == 1 ? "" : "s", shards_tokens(train), windows, s->seq_len, epochs, s->steps, s->tokens_per_step);
+           shards == 1 ? "" : "s", shards_tokens(train), windows, r->seq_len, epochs, r->steps, r->tokens_per_step);
     for (int k = 0; k < mixture->count && mixture->count > 1; k++) {
         const MixtureSet* set = &mixture->sets[k];
         const double share = (double)set->part / (double)mixture->parts;
@@ -113,14 +114,15 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
 }
 
 void report_schedule(const Settings* s, int64_t step) {
-    Settings was = *s;
+    const RunConfig* r = &s->run;
+    RunConfig was = *r;
     was.steps = s->steps_before;
-    const double lr = settings_lr(s, step + 1), mtp = settings_mtp_weight(s, step + 1);
-    const int mtp_changes = s->model.mtp && mtp != settings_mtp_weight(&was, step + 1);
-    if (lr == settings_lr(&was, step + 1) && !mtp_changes) return;
+    const double lr = run_lr(r, step + 1), mtp = run_mtp_weight(r, step + 1);
+    const int mtp_changes = s->model.mtp && mtp != run_mtp_weight(&was, step + 1);
+    if (lr == run_lr(&was, step + 1) && !mtp_changes) return;
     printf("schedule   --steps was %ld and is %ld: learning rate %.4g at step %ld, %.4g at step %ld", was.steps,
-           s->steps, settings_lr(&was, step), step, lr, step + 1);
-    if (mtp_changes) printf("; MTP weight %.4g, then %.4g", settings_mtp_weight(&was, step), mtp);
+           r->steps, run_lr(&was, step), step, lr, step + 1);
+    if (mtp_changes) printf("; MTP weight %.4g, then %.4g", run_mtp_weight(&was, step), mtp);
     printf("\n");
 }
 
@@ -149,7 +151,7 @@ void report_quantization(char** line, const Model* m, const QuantizationStats* s
             const int sent = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
             const Format* f = u->w[id].format;
             const int quantized = f && (f->round || operand == STATS_W);
-            if (!quantized && !(sent && m->settings.dispatch_precision)) continue;
+            if (!quantized && !(sent && m->run.dispatch_precision)) continue;
             host_append(line, "%s{\"layer\": %ld, \"tensor\": \"%s\"", before, l,
                         list[i / WEIGHT_STATS].stats[operand]);
             runlog_number(line, "saturated", s->saturated / s->elements);

@@ -5,6 +5,7 @@
 #include "data/shards.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
+#include "model/settings.h"
 
 // "15.71e9 parameters (2.66e9 active a token), 16.41e9 FLOPs a token"
 void report_model(const Settings* settings);
@@ -17,7 +18,7 @@ void report_schedule(const Settings* settings, int64_t step);
 void report_device(const Model* model);
 
 // Mean loss of the MTP module in a step, in nats a token.
-double report_mtp(const Settings* settings, const StepState* state);
+double report_mtp(const RunConfig* run, const StepState* state);
 
 // Members of a step's line in the log (data/runlog.h).
 // Loads of a step (L + mtp, E): tokens of each block's fullest and emptiest expert over the mean, NaN for dense blocks.

@@ -83,16 +83,16 @@ const Option settings_table[] = {
     TEXT("data", "eval", eval, FREE, "multiple-choice questions (glob), from scripts/prepare_eval.py"),
     TEXT("data", "tokenizer", tokenizer, FREE,
          "tokenizer file; none: NAME_tokenizer.bin next to the shards, else bytes"),
-    WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 20, FIXED_COMMON, "tokens of a sequence"),
-    WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE_COMMON, "sequences per rank and micro-step"),
-    WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED_COMMON,
+    WHOLE("data", "seq-len", run.seq_len, "256", 1, 1 << 20, FIXED_COMMON, "tokens of a sequence"),
+    WHOLE("data", "batch", run.batch, "8", 1, 1 << 20, FREE_COMMON, "sequences per rank and micro-step"),
+    WHOLE("data", "tokens-per-step", run.tokens_per_step, "0", 0, BIG, FIXED_COMMON,
           "tokens of a step, all ranks; 0: one micro-step"),
-    WHOLE("data", "seed", seed, "1", 0, BIG, FIXED_COMMON,
+    WHOLE("data", "seed", run.seed, "1", 0, BIG, FIXED_COMMON,
           "seed of the weights, and of the data order without --data-seed"),
     WHOLE("data", "data-seed", data_seed, "0", 0, BIG, FIXED, "seed of the data order; 0: --seed"),
 
     // Length of the run, and its outputs.
-    WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE_COMMON, "updates in all"),
+    WHOLE("run", "steps", run.steps, "1000", 1, 1e9, FREE_COMMON, "updates in all"),
     TEXT("run", "out", out, FREE_COMMON, "folder for log and checkpoints; none: nothing is kept"),
     FLAG("run", "resume", resume, ONCE_COMMON, "go on from the newest good checkpoint in --out, with its options"),
     WHOLE("run", "save-every", save_every, "0", 0, 1e9, FREE_COMMON, "steps between checkpoints; 0: at the end only"),
@@ -105,10 +105,10 @@ const Option settings_table[] = {
     WHOLE("run", "sample-tokens", sample_tokens, "128", 1, 1e6, FREE, "tokens of a sample"),
     TEXT("run", "prompt", prompt, FREE_COMMON, "text that samples begin with, if tokens are bytes"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
-    CHOICE("run", "graph", graph, "auto", "auto|off", FREE, "auto: one GPU replays its steps as CUDA graphs"),
+    CHOICE("run", "graph", run.graph, "auto", "auto|off", FREE, "auto: one GPU replays its steps as CUDA graphs"),
     FLAG_ALL("run", "dry-run", dry_run, ONCE_COMMON,
              "print memory (exit code 1: too little), disk and time, and stop; all: buffers"),
-    WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, ONCE,
+    WHOLE("run", "ranks", run.ranks, "0", 0, 1 << 20, ONCE,
           "with --dry-run: ranks to plan for; 0: those of mpirun or srun"),
     NUMBER("run", "gpu-memory", gpu_memory, "0", 0, 1e6, ONCE,
            "with --dry-run: plan the CUDA build for a GPU of that many GiB; 0: this build"),
@@ -116,39 +116,39 @@ const Option settings_table[] = {
     FLAG_ALL("run", "help", help, ONCE_COMMON, "print the common options and stop (also -h); --help all: all of them"),
 
     // How it learns.
-    CHOICE("optimizer", "optimizer", optimizer, "muon", "adamw|muon", FREE_COMMON,
+    CHOICE("optimizer", "optimizer", run.optimizer, "muon", "adamw|muon", FREE_COMMON,
            "muon: for matrices; adamw with 16b, 236b, 671b and --init, unless given"),
-    NUMBER("optimizer", "muon-lr", muon_lr, "2e-3", 0, 100, FIXED_COMMON,
+    NUMBER("optimizer", "muon-lr", run.muon_lr, "2e-3", 0, 100, FIXED_COMMON,
            "peak learning rate of Muon; another with --model tiny (docs/model.md)"),
-    WHOLE("optimizer", "muon-expert-steps", muon_expert_steps, "1", 1, 1000, FIXED,
+    WHOLE("optimizer", "muon-expert-steps", run.muon_expert_steps, "1", 1, 1000, FIXED,
           "every Nth step updates the experts, at N times the rate; 2 with small, medium"),
-    NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED_COMMON,
+    NUMBER("optimizer", "lr", run.lr, "1e-3", 0, 100, FIXED_COMMON,
            "peak learning rate; others with 16b, 236b, 671b (docs/model.md)"),
     NUMBER("optimizer", "warmup", warmup, "0.05", 0, 1e9, FIXED_COMMON,
            "steps of linear warm-up; below 1: share of --steps"),
-    CHOICE("optimizer", "schedule", schedule, "cosine", "cosine|wsd|linear|constant", FIXED_COMMON,
+    CHOICE("optimizer", "schedule", run.schedule, "cosine", "cosine|wsd|linear|constant", FIXED_COMMON,
            "after the warm-up"),
-    NUMBER("optimizer", "final-lr-frac", final_lr_frac, "0.1", 0, 1, FIXED, "last learning rate as a part of --lr"),
-    NUMBER("optimizer", "weight-decay", weight_decay, "0.1", 0, 100, FIXED_COMMON, "on matrices"),
-    NUMBER("optimizer", "beta1", beta1, "0.9", 0, 0.999999, KEPT, "AdamW"),
-    NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, KEPT, "AdamW"),
-    CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", KEPT,
+    NUMBER("optimizer", "final-lr-frac", run.final_lr_frac, "0.1", 0, 1, FIXED, "last learning rate as a part of --lr"),
+    NUMBER("optimizer", "weight-decay", run.weight_decay, "0.1", 0, 100, FIXED_COMMON, "on matrices"),
+    NUMBER("optimizer", "beta1", run.beta1, "0.9", 0, 0.999999, KEPT, "AdamW"),
+    NUMBER("optimizer", "beta2", run.beta2, "0.95", 0, 0.999999, KEPT, "AdamW"),
+    CHOICE("optimizer", "moments", run.moments, "float32", "float32|bf16", KEPT,
            "type of AdamW's moments and Muon's momentum; bf16 with 16b, 236b, 671b"),
-    NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
-    CHOICE("optimizer", "balance", balance, "quantile", "quantile|deepseek|none", KEPT_COMMON,
+    NUMBER("optimizer", "clip", run.clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
+    CHOICE("optimizer", "balance", run.balance, "quantile", "quantile|deepseek|none", KEPT_COMMON,
            "load balancing: quantile balancing, DeepSeek-V3's bias rule, or none"),
-    NUMBER("optimizer", "bias-rate", bias_rate, "1e-3", 0, 100, FIXED,
+    NUMBER("optimizer", "bias-rate", run.bias_rate, "1e-3", 0, 100, FIXED,
            "step of the selection biases with --balance deepseek"),
-    NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED,
+    NUMBER("optimizer", "aux-loss", run.aux_loss, "1e-2", 0, 100, FIXED,
            "weight of the balance loss; softmax 1e-3; --balance deepseek 1e-4, none 0"),
-    NUMBER("optimizer", "mtp-weight", mtp_weight, "0.3", 1e-3, 100, FIXED,
+    NUMBER("optimizer", "mtp-weight", run.mtp_weight, "0.3", 1e-3, 100, FIXED,
            "weight of the MTP loss in the first 0.67 of the steps; then 0.1"),
 
     // Parallelism.
-    WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE_COMMON, "ranks that share a set of experts"),
-    CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE_COMMON,
+    WHOLE("parallel", "ep", run.ep, "1", 1, DISPATCH_MAX_RANKS, FREE_COMMON, "ranks that share a set of experts"),
+    CHOICE("parallel", "shard", run.shard, "none", "none|optimizer|grads|weights", FREE_COMMON,
            "FSDP: sharded are nothing; optimizer state; also gradients; also weights"),
-    CHOICE("parallel", "dispatch", dispatch, "nccl", "auto|nccl|windows", FREE,
+    CHOICE("parallel", "dispatch", run.dispatch, "nccl", "auto|nccl|windows", FREE,
            "all-to-all by NCCL (CPU: MPI), or GPUs store into each other's memory"),
     NUMBER("parallel", "timeout", timeout, "600", 1, 1e6, FREE,
            "seconds that ranks wait for one another before the run ends"),
@@ -156,28 +156,30 @@ const Option settings_table[] = {
     // Which numbers are quantized: --precision sets all up to --linear-precision.
     CHOICE("precision", "precision", precision, "bf16", "bf16|mxfp8|nvfp4|mxfp4|mxfp8-exact|mxfp4-weights", FREE_COMMON,
            "sets the options up to --linear-precision; one that is given as well wins"),
-    CHOICE("precision", "expert-precision", expert_precision, NULL, "bf16|mxfp8|nvfp4|mxfp4|mxfp8-exact|mxfp4-weights",
-           FIXED, "routed experts: bf16 (CPU: float32), fp8, or values rounded to a format"),
-    CHOICE("precision", "dispatch-precision", dispatch_precision, NULL, "bf16|mxfp8", FIXED,
+    CHOICE("precision", "expert-precision", run.expert_precision, NULL,
+           "bf16|mxfp8|nvfp4|mxfp4|mxfp8-exact|mxfp4-weights", FIXED,
+           "routed experts: bf16 (CPU: float32), fp8, or values rounded to a format"),
+    CHOICE("precision", "dispatch-precision", run.dispatch_precision, NULL, "bf16|mxfp8", FIXED,
            "tokens on their way to the experts, also on the same rank"),
-    CHOICE("precision", "combine-precision", combine_precision, NULL, "bf16|mxfp8", FIXED, "tokens on their way back"),
-    CHOICE("precision", "wgrad-precision", wgrad_precision, NULL, "bf16|mxfp8|nvfp4|mxfp4", FIXED,
+    CHOICE("precision", "combine-precision", run.combine_precision, NULL, "bf16|mxfp8", FIXED,
+           "tokens on their way back"),
+    CHOICE("precision", "wgrad-precision", run.wgrad_precision, NULL, "bf16|mxfp8|nvfp4|mxfp4", FIXED,
            "wgrad GEMMs of the routed experts, and of --linear-precision"),
-    CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8|nvfp4|mxfp4|mxfp8-exact", FIXED,
+    CHOICE("precision", "linear-precision", run.linear_precision, NULL, "bf16|mxfp8|nvfp4|mxfp4|mxfp8-exact", FIXED,
            "GEMMs of attention without Wkva, and of the dense and shared MLPs"),
-    CHOICE("precision", "mx-scale", scale_rule, "rceil", "rceil|floor", FIXED,
+    CHOICE("precision", "mx-scale", run.scale_rule, "rceil", "rceil|floor", FIXED,
            "rounding of the scales of MXFP8 and MXFP4 blocks"),
-    WHOLE("precision", "mx-stats", stats_every, "0", 0, 1e9, FREE,
+    WHOLE("precision", "mx-stats", run.stats_every, "0", 0, 1e9, FREE,
           "steps between quantization statistics in the log; 0: none"),
 
     // Memory: activation checkpointing, and capacity for uneven loads.
-    CHOICE("memory", "recompute", recompute, "none", "none|moe|block", FREE_COMMON,
+    CHOICE("memory", "recompute", run.recompute, "none", "none|moe|block", FREE_COMMON,
            "activation checkpointing: activations that backward computes again"),
-    NUMBER("memory", "capacity", capacity, "1.25", 1, 1e6, FREE,
+    NUMBER("memory", "capacity", run.capacity, "1.25", 1, 1e6, FREE,
            "capacity factor with --ep: routed tokens to plan for, over the mean load"),
 
     // For debugging.
-    FLAG("debugging", "force-balance", force_balance, FIXED, "route round-robin, for benchmarks"),
+    FLAG("debugging", "force-balance", run.force_balance, FIXED, "route round-robin, for benchmarks"),
     FLAG("debugging", "overfit", overfit, FIXED, "train on the first step's tokens only"),
 };
 const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
@@ -236,11 +238,11 @@ Settings settings_parse(int argc, char** argv) {
 
 // Sets the options of a --precision.
 static void set_precisions(Settings* s, int64_t precision) {
-    s->expert_precision = s->linear_precision = s->wgrad_precision = precision;
+    s->run.expert_precision = s->run.linear_precision = s->run.wgrad_precision = precision;
     const int mxfp8 = precision == FORMAT_MXFP8 || precision == FORMAT_MXFP8_EXACT;
-    s->dispatch_precision = s->combine_precision = mxfp8 ? FORMAT_MXFP8 : FORMAT_BF16;
-    if (mxfp8) s->wgrad_precision = FORMAT_MXFP8;
-    if (precision == FORMAT_MXFP4_WEIGHTS) s->linear_precision = s->wgrad_precision = FORMAT_BF16;
+    s->run.dispatch_precision = s->run.combine_precision = mxfp8 ? FORMAT_MXFP8 : FORMAT_BF16;
+    if (mxfp8) s->run.wgrad_precision = FORMAT_MXFP8;
+    if (precision == FORMAT_MXFP4_WEIGHTS) s->run.linear_precision = s->run.wgrad_precision = FORMAT_BF16;
 }
 
 // int64_t and double are both 8 bytes.
@@ -253,8 +255,6 @@ void settings_preset(Settings* s, int64_t precision) {
         if (!settings_table[i].initial && !s->given[i]) memcpy((char*)s + at, (char*)&preset + at, 8);
     }
 }
-
-int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * s->seq_len; }
 
 const char* settings_folder(const Settings* s, const char** option) {
     const char* const folders[3][2] = {{"init", s->init}, {"sample", s->sample}, {"evaluate", s->evaluate}};
@@ -270,44 +270,4 @@ const char* settings_folder(const Settings* s, const char** option) {
 
 void settings_free(Settings* s) { options_free(settings_table, settings_count, s); }
 
-// Columns of the logits: whole tiles of 128 in the GEMMs.
-int64_t config_vocab_padded(const ModelConfig* c) { return (c->V + 127) / 128 * 128; }
-
-RopeConfig config_rope(const ModelConfig* c) {
-    const double length = (double)c->yarn_original_len;
-    RopeConfig rope = {(int)c->rope, c->rope_theta, (int)c->yarn, c->yarn_factor, c->yarn_mscale, length};
-    return rope;
-}
-
-double config_softmax_scale(const ModelConfig* c) {
-    RopeConfig rope = config_rope(c);
-    // YaRN scales queries and keys, so its factor is squared here.
-    double mscale = rope_mscale(&rope);
-    return mscale * mscale / sqrt((double)(c->nope + c->rope));
-}
-
-double settings_mtp_weight(const Settings* s, int64_t step) {
-    return (double)step <= MTP_SWITCH * (double)s->steps ? s->mtp_weight : MTP_WEIGHT_END;
-}
-
-double settings_warmup(const Settings* s) { return s->warmup < 1 ? ceil(s->warmup * (double)s->steps) : s->warmup; }
-
-// The learning rate over its peak.
-static double schedule(const Settings* s, int64_t step) {
-    // The way up, then how much of the rest is left.
-    const double warmup = s->warmup_steps, steps = (double)s->steps;
-    if ((double)step <= warmup) return (double)step / warmup;
-    double left = steps > warmup ? fmax((steps - (double)step) / (steps - warmup), 0) : 0;
-
-    // Then down, by the shape of --schedule. WSD stays at the peak until the last fifth.
-    double share = 1;  // of the way from final_lr_frac to 1
-    switch (s->schedule) {
-        case SCHEDULE_COSINE: share = 0.5 - 0.5 * cos(3.14159265358979323846 * left); break;
-        case SCHEDULE_WSD: share = left < 0.2 ? left / 0.2 : 1; break;
-        case SCHEDULE_LINEAR: share = left; break;
-    }
-    return s->final_lr_frac + (1 - s->final_lr_frac) * share;
-}
-
-double settings_lr(const Settings* s, int64_t step) { return s->lr * schedule(s, step); }
-double settings_muon_lr(const Settings* s, int64_t step) { return s->muon_lr * schedule(s, step); }
+double settings_warmup(const Settings* s) { return s->warmup < 1 ? ceil(s->warmup * (double)s->run.steps) : s->warmup; }

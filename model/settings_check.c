@@ -57,14 +57,13 @@ static void check_cuda_model(const ModelConfig* c) {
 // Options in their ranges can together overflow an integer. Sizes are estimated from above in double, which does not
 // overflow. With at most 1e15 elements, int64 can count the bytes of several hundred copies. Rows and work items are
 // int32 in kernels and CBLAS. A grid has at most 65535 x 128 columns of a hidden layer, gate and up.
-static char* refuse_sizes(const Settings* s) {
+static char* refuse_sizes(const ModelConfig* c, const RunConfig* r) {
     // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
-    const ModelConfig* c = &s->model;
     const double L = (double)config_blocks(c), C = (double)c->C, H = (double)c->H, q_lora = (double)c->q_lora;
     const double latent = (double)(c->kv_lora + c->rope), head = (double)(c->nope + c->rope + c->v);
     const double hidden = (double)max_i64(c->dense_ffn, c->shared * c->F), E = (double)c->E, F = (double)c->F;
-    const double tokens = (double)s->batch * (double)s->seq_len, micro = tokens * (double)s->ranks;
-    const double spread = s->ep > 1 ? fmax(DISPATCH_MOST_CAPACITY * (double)s->ep, s->capacity) : 1;
+    const double tokens = (double)r->batch * (double)r->seq_len, micro = tokens * (double)r->ranks;
+    const double spread = r->ep > 1 ? fmax(DISPATCH_MOST_CAPACITY * (double)r->ep, r->capacity) : 1;
     const double rows = tokens * (double)c->K * spread + 128 * (E + 1);
 
     // Elements of a block: its matrices, and its activations of a token.
@@ -76,20 +75,20 @@ static char* refuse_sizes(const Settings* s) {
         double size, most;
     } sizes[] = {
         {"tokens a micro-step", "ranks x --batch x --seq-len", micro, 1e12},
-        {"tokens in all", "--steps x --tokens-per-step", (double)s->steps * fmax(micro, (double)s->tokens_per_step),
+        {"tokens in all", "--steps x --tokens-per-step", (double)r->steps * fmax(micro, (double)r->tokens_per_step),
          1e18},
         {"rows of the experts", "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", rows, INT32_MAX},
         {"rows quantized for --wgrad-precision mxfp8",
-         "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", s->wgrad_precision ? rows : 0,
+         "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", r->wgrad_precision ? rows : 0,
          65535.0 * 128},  // limit of a grid in y
-        {"tiles of attention", "--batch x --heads x --seq-len / 128", tokens / 128 * H + (double)s->batch * H, 1 << 30},
+        {"tiles of attention", "--batch x --heads x --seq-len / 128", tokens / 128 * H + (double)r->batch * H, 1 << 30},
         {"hidden columns", "--shared-experts x --expert-ffn", (double)(c->shared * c->F), 1 << 21},
         {"parameters", "--layers, --dim, --heads, --experts, --expert-ffn, --dense-ffn and --vocab",
          L * matrices + 2 * C * (double)c->V, 1e15},
         {"activations of a rank", "--batch, --seq-len, --layers, --dim, --heads, --top-k, --expert-ffn and --dense-ffn",
          L * (tokens * widths + rows * (C + F)), 1e15},
         // Their places count vectors of eight (grouped/grouped_gemm_gather.cuh).
-        {"numbers of a rank's tokens", "--batch x --seq-len x --dim x --ep", tokens * C * (double)s->ep,
+        {"numbers of a rank's tokens", "--batch x --seq-len x --dim x --ep", tokens * C * (double)r->ep,
          8.0 * INT32_MAX},
     };
 
@@ -103,29 +102,29 @@ static char* refuse_sizes(const Settings* s) {
 // Groups of --ep ranks are whole, and their ranks own the same number of experts. A step is a whole number of
 // micro-steps.
 char* settings_refusal(const Settings* s) {
-    char* refusal = refuse_sizes(s);
+    const RunConfig* r = &s->run;
+    char* refusal = refuse_sizes(&s->model, r);
     if (refusal) return refusal;
-    if (s->ranks % s->ep)
-        return host_format("--ep %ld does not divide the %ld rank%s of the run%s", s->ep, s->ranks,
-                           s->ranks == 1 ? "" : "s",
+    if (r->ranks % r->ep)
+        return host_format("--ep %ld does not divide the %ld rank%s of the run%s", r->ep, r->ranks,
+                           r->ranks == 1 ? "" : "s",
                            s->resume ? " (unless given, it is as the checkpoint has it; --ep 1 fits)" : "");
-    if (s->model.E % s->ep) return host_format("--ep %ld does not divide --experts %ld", s->ep, s->model.E);
-    const int64_t micro = settings_micro_tokens(s);
-    if (s->tokens_per_step % micro)
+    if (s->model.E % r->ep) return host_format("--ep %ld does not divide --experts %ld", r->ep, s->model.E);
+    const int64_t micro = run_micro_tokens(r);
+    if (r->tokens_per_step % micro)
         return host_format(
             "--tokens-per-step %ld is not a multiple of %ld ranks x --batch %ld x --seq-len %ld = %ld tokens a "
             "micro-step",
-            s->tokens_per_step, s->ranks, s->batch, s->seq_len, micro);
+            r->tokens_per_step, r->ranks, r->batch, r->seq_len, micro);
     return NULL;
 }
 
 // Every width that quantized products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
 // dgrad over its rows. A width that no such product has counts as 0.
-static void check_precision(const Settings* s) {
-    const ModelConfig* c = &s->model;
-    const int linear = s->linear_precision != FORMAT_BF16, expert = s->expert_precision || s->wgrad_precision;
+static void check_precision(const ModelConfig* c, const RunConfig* r) {
+    const int linear = r->linear_precision != FORMAT_BF16, expert = r->expert_precision || r->wgrad_precision;
     const int dense = linear && c->dense_layers > 0, shared = linear && c->dense_layers < config_blocks(c);
-    const int any = linear || expert || s->dispatch_precision || s->combine_precision;
+    const int any = linear || expert || r->dispatch_precision || r->combine_precision;
     const Width widths[] = {{"--dim", any * c->C},
                             {"--expert-ffn", expert * c->F},
                             {"--q-lora", linear * c->q_lora},
@@ -139,41 +138,42 @@ static void check_precision(const Settings* s) {
 }
 
 // --mx-stats measures quantized tensors, so there must be some.
-static void check_stats(const Settings* s) {
-    const int moe = s->model.dense_layers < config_blocks(&s->model),
-              experts = s->expert_precision || s->dispatch_precision;
-    if (s->stats_every && !s->linear_precision && !(moe && experts))
+static void check_stats(const ModelConfig* c, const RunConfig* r) {
+    const int moe = c->dense_layers < config_blocks(c), experts = r->expert_precision || r->dispatch_precision;
+    if (r->stats_every && !r->linear_precision && !(moe && experts))
         die(EXIT_USAGE,
             "--mx-stats %ld: nothing that it measures is quantized; it needs a --linear-precision other than bf16 or, "
             "where there is a MoE block, such an --expert-precision or --dispatch-precision",
-            s->stats_every);
+            r->stats_every);
 }
 
 // Warnings, and inputs and outputs that an option needs.
 static void check_run(const Settings* s) {
+    const ModelConfig* c = &s->model;
+    const RunConfig* r = &s->run;
     // 0 means no clipping, so a tiny value is a mistake.
-    if (s->clip > 0 && s->clip < 1e-30)
-        die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
+    if (r->clip > 0 && r->clip < 1e-30)
+        die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", r->clip);
 
     // Allowed, but hardly meant: warnings.
-    if (s->warmup_steps > (double)s->steps && s->schedule != SCHEDULE_CONSTANT)
-        warn("--warmup %g is longer than --steps %ld: the learning rate never reaches --lr", s->warmup_steps, s->steps);
-    if (s->moments && s->beta2 > 0.99)
+    if (r->warmup_steps > (double)r->steps && r->schedule != SCHEDULE_CONSTANT)
+        warn("--warmup %g is longer than --steps %ld: the learning rate never reaches --lr", r->warmup_steps, r->steps);
+    if (r->moments && r->beta2 > 0.99)
         warn("--moments bf16 --beta2 %g: second moments follow gradients that shrink late or never; --beta2 0.95 helps",
-             s->beta2);
+             r->beta2);
     // Rounded to bf16, a momentum stops at no less than 1 / (1 + 2^-8 / (1 - beta1)) of a steady gradient
     // (layers/adamw.h). At 0.98 that is 0.84, close to the root of second moments at the limit of --beta2.
-    if (s->moments && s->beta1 > 0.98)
+    if (r->moments && r->beta1 > 0.98)
         warn("--moments bf16 --beta1 %g: rounding may stop momenta at %.0f %% of a steady gradient; --beta1 0.9 helps",
-             s->beta1, 100 / (1 + 0x1p-8 / (1 - s->beta1)));
-    if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
+             r->beta1, 100 / (1 + 0x1p-8 / (1 - r->beta1)));
+    if (c->K == 1 && c->route_norm && c->dense_layers < c->L)
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
-             s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
-    const int64_t widest = max_i64(s->model.C, s->model.F);
-    const int packed = s->expert_precision == FORMAT_MXFP8 || s->linear_precision == FORMAT_MXFP8;
+             r->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
+    const int64_t widest = max_i64(c->C, c->F);
+    const int packed = r->expert_precision == FORMAT_MXFP8 || r->linear_precision == FORMAT_MXFP8;
     if (BACKEND == BACKEND_CUDA && packed && widest < 768)
         warn("--precision mxfp8 at --dim %ld and --expert-ffn %ld: at such widths MXFP8 is for its loss, not for speed",
-             s->model.C, s->model.F);
+             c->C, c->F);
 
     // Use of a model.
     if (s->dry_run) return;
@@ -193,7 +193,7 @@ static void check_run(const Settings* s) {
         die(EXIT_USAGE,
             "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'; "
             "scripts/prepare_text.py makes them from text");
-    if (s->stats_every && !*s->out) die(EXIT_USAGE, "--mx-stats needs --out: the statistics go into its log");
+    if (r->stats_every && !*s->out) die(EXIT_USAGE, "--mx-stats needs --out: the statistics go into its log");
     if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
 }
 
@@ -202,9 +202,9 @@ void settings_check(const Settings* s) {
     if (refusal) die(EXIT_USAGE, "%s", refusal);
     check_model(&s->model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s->model);
-    if (s->model.mtp >= s->seq_len)
+    if (s->model.mtp >= s->run.seq_len)
         die(EXIT_USAGE, "--mtp 1 needs a longer --seq-len than 1: the module predicts the token after the next");
-    check_precision(s);
-    check_stats(s);
+    check_precision(&s->model, &s->run);
+    check_stats(&s->model, &s->run);
     check_run(s);
 }

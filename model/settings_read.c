@@ -52,11 +52,11 @@ static void replace(char** text, char* by) {
 // A model that is only used needs nothing for backward. A sample is one sequence, as long as it can become; the
 // validation's windows are as long as those of training.
 static void set_for_use(Settings* s, const char* option, const char* folder) {
-    s->recompute = RECOMPUTE_BLOCK;
-    if (*s->sample && !GIVEN(s, batch)) s->batch = 1;
-    const int length = row_of(offsetof(Settings, seq_len));
+    s->run.recompute = RECOMPUTE_BLOCK;
+    if (*s->sample && !GIVEN(s, run.batch)) s->run.batch = 1;
+    const int length = row_of(offsetof(Settings, run.seq_len));
     if (!s->given[length])
-        s->seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
+        s->run.seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
     if (*s->evaluate) check_range(s, &settings_table[length], "evaluate", folder, "manifest.json");
     // Its tokenizer, or where the folder has none that of the text.
     if (*s->tokenizer) return;
@@ -69,32 +69,33 @@ static void set_for_use(Settings* s, const char* option, const char* folder) {
 static void set_for_model(Settings* s) {
     const Preset* preset = &settings_presets[s->preset];
     // Learning rates, optimizer and type of moments, by preset. Training from --init begins with AdamW.
-    if (!GIVEN(s, lr)) s->lr = preset->lr;
-    if (!GIVEN(s, muon_lr)) s->muon_lr = preset->muon_lr;
-    if (!GIVEN(s, optimizer)) s->optimizer = *s->init ? ADAMW : preset->optimizer;
-    if (!GIVEN(s, muon_expert_steps)) s->muon_expert_steps = preset->expert_steps;
-    if (!GIVEN(s, moments)) s->moments = preset->bf16_moments;
+    if (!GIVEN(s, run.lr)) s->run.lr = preset->lr;
+    if (!GIVEN(s, run.muon_lr)) s->run.muon_lr = preset->muon_lr;
+    if (!GIVEN(s, run.optimizer)) s->run.optimizer = *s->init ? ADAMW : preset->optimizer;
+    if (!GIVEN(s, run.muon_expert_steps)) s->run.muon_expert_steps = preset->expert_steps;
+    if (!GIVEN(s, run.moments)) s->run.moments = preset->bf16_moments;
     // Load balancing: the weight of the balance loss, by --balance and --score (sigmoid, softmax). 1e-3 is
     // DeepSeek-V2's (aux_loss_alpha of its published configuration).
     static const double aux_loss[][2] = {{1e-2, 1e-3}, {1e-4, 1e-4}, {0, 0}};
     const int unbiased = *s->init && !s->model.selection_bias;
-    if (unbiased && !GIVEN(s, balance)) s->balance = BALANCE_NONE;
-    if (!GIVEN(s, aux_loss)) s->aux_loss = aux_loss[s->balance][s->model.score];
+    if (unbiased && !GIVEN(s, run.balance)) s->run.balance = BALANCE_NONE;
+    if (!GIVEN(s, run.aux_loss)) s->run.aux_loss = aux_loss[s->run.balance][s->model.score];
     // Weights of the model must not be lost.
-    if (*s->init && !unbiased && s->model.score == SCORE_SOFTMAX && s->balance == BALANCE_NONE)
+    if (*s->init && !unbiased && s->model.score == SCORE_SOFTMAX && s->run.balance == BALANCE_NONE)
         die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
 }
 
 // Options that would have no effect end the run. Experts that would never change get a warning.
 static void check_effect(Settings* s) {
-    if (s->balance != BALANCE_DEEPSEEK && GIVEN(s, bias_rate))
+    if (s->run.balance != BALANCE_DEEPSEEK && GIVEN(s, run.bias_rate))
         die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
-            s->balance == BALANCE_NONE ? "none" : "quantile");
-    if (s->optimizer != MUON && (GIVEN(s, muon_lr) || GIVEN(s, muon_expert_steps)))
+            s->run.balance == BALANCE_NONE ? "none" : "quantile");
+    if (s->run.optimizer != MUON && (GIVEN(s, run.muon_lr) || GIVEN(s, run.muon_expert_steps)))
         die(EXIT_USAGE, "--muon-lr and --muon-expert-steps go with --optimizer muon");
-    if (GIVEN(s, muon_expert_steps) && s->muon_expert_steps > s->steps && s->model.dense_layers < s->model.L)
-        warn("--muon-expert-steps %ld is more than --steps %ld: the experts never change", s->muon_expert_steps,
-             s->steps);
+    if (GIVEN(s, run.muon_expert_steps) && s->run.muon_expert_steps > s->run.steps &&
+        s->model.dense_layers < s->model.L)
+        warn("--muon-expert-steps %ld is more than --steps %ld: the experts never change", s->run.muon_expert_steps,
+             s->run.steps);
 }
 
 // Finds the tokenizer of the shards, and the size of the vocabulary, unless given or recorded. Shards in a new place
@@ -129,8 +130,8 @@ Settings settings_defaults(const Settings* s) {
     usual.preset = 0;
     // Lines of their own have these.
     usual.resume = s->resume;
-    usual.ranks = s->ranks;
-    usual.tokens_per_step = s->tokens_per_step;
+    usual.run.ranks = s->run.ranks;
+    usual.run.tokens_per_step = s->run.tokens_per_step;
     replace(&usual.tokenizer, host_strdup(s->tokenizer));
     return usual;
 }
@@ -154,18 +155,19 @@ Settings settings_read(Settings s, int ranks, const Json* record) {
     if (folder && folder != s.init) set_for_use(&s, option, folder);
     if (!record) set_for_model(&s);
     check_effect(&s);
-    if (!record || stage) s.warmup_steps = settings_warmup(&s);
+    if (!record || stage) s.run.warmup_steps = settings_warmup(&s);
     if (stage) s.updates_before = json_int(stage, "updates", 0);
     if (stage) s.tokens_before += json_int(stage, "step", 0) * json_int(record, "tokens-per-step", 0);
     find_tokenizer(&s, record != NULL, record || folder);
 
     // Checks.
-    if (s.ranks && !s.dry_run)
-        die(EXIT_USAGE, "--ranks is for --dry-run; start %ld ranks with mpirun -np %ld", s.ranks, s.ranks);
+    if (s.run.ranks && !s.dry_run)
+        die(EXIT_USAGE, "--ranks is for --dry-run; start %ld ranks with mpirun -np %ld", s.run.ranks, s.run.ranks);
     if (s.gpu_memory && !s.dry_run)
         die(EXIT_USAGE, "--gpu-memory is for --dry-run; a run looks at what is free on the GPU itself");
-    if (!s.ranks) s.ranks = ranks;
-    if (s.tokens_per_step == 0) s.tokens_per_step = settings_micro_tokens(&s);
+    if (!s.run.ranks) s.run.ranks = ranks;
+    s.run.frozen = *s.sample || *s.evaluate;
+    if (s.run.tokens_per_step == 0) s.run.tokens_per_step = run_micro_tokens(&s.run);
     if (record) record_check(record, stage, &s);
     settings_check(&s);
     json_free(stage);

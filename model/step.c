@@ -8,14 +8,14 @@
 enum { KEY_STREAM = 0xFFFFFFFFu - 2 };  // apart from the streams of the weights (model/params.h)
 
 void model_step_begin(Model* m, int64_t step) {
-    const Settings* s = &m->settings;
-    const float muon_lr = (float)settings_muon_lr(s, step);
+    const RunConfig* s = &m->run;
+    const float muon_lr = (float)run_muon_lr(s, step);
     const StepInputs inputs = {
-        {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->weight_decay, (float)s->clip},
+        {(float)run_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->weight_decay, (float)s->clip},
         {muon_lr, (float)s->weight_decay},
         {muon_lr * (float)s->muon_expert_steps, (float)s->weight_decay}};
     const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
-    const double weight = settings_mtp_weight(s, step);
+    const double weight = run_mtp_weight(s, step);
     // Hyperparameters go to device memory, where a replayed graph reads them.
     device_upload(m->step.inputs, &inputs, sizeof(inputs), m->ctx);
     // Host state: it selects the graph.
@@ -37,12 +37,12 @@ void model_step_begin(Model* m, int64_t step) {
 
 // Gradients are of the mean loss over all tokens of the step, so micro-steps and ranks add up.
 static void forward_and_backward(Model* m, int last) {
-    double tokens = (double)m->settings.tokens_per_step;
+    double tokens = (double)m->run.tokens_per_step;
     model_forward(m, 1);
     if (last && m->windows) windows_fetch(m);
     model_loss(m, m->step.state, (float)(1 / tokens));
     // The balance loss is a mean over the sequences of the step.
-    model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens), last);
+    model_backward(m, (float)(m->run.aux_loss * (double)m->run.seq_len / tokens), last);
 }
 
 static void micro_step(void* model) { forward_and_backward((Model*)model, 0); }
@@ -60,8 +60,8 @@ void model_micro_step(Model* m, int last) {
 }
 
 void model_gradient(Model* m, Loader* loader, int64_t step) {
-    const Settings* s = &m->settings;
-    const int64_t micro_steps = s->tokens_per_step / settings_micro_tokens(s);
+    const RunConfig* s = &m->run;
+    const int64_t micro_steps = s->tokens_per_step / run_micro_tokens(s);
     m->gemms.stats = s->stats_every && step % s->stats_every == 0 ? m->step.stats : NULL;
     do {
         model_step_begin(m, step);

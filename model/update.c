@@ -40,7 +40,7 @@ static void update_by_adamw(Model* m) {
 
 // The update of the routers' selection biases from the counts of the step.
 static void balance(Model* m) {
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     const int64_t blocks = config_blocks(&m->config) - m->config.dense_layers, E = m->config.E;
     const int64_t first = m->config.dense_layers * E;
     real* bias = m->bias + first;
@@ -55,7 +55,7 @@ static void balance(Model* m) {
 static void update(void* model) {
     Model* m = (Model*)model;
     sum_over_ranks(m);
-    step_decide(m->step.state, m->settings.tokens_per_step, &m->step.inputs->adamw, m->ctx);
+    step_decide(m->step.state, m->run.tokens_per_step, &m->step.inputs->adamw, m->ctx);
     update_by_adamw(m);
     if (m->layout.muon) model_update_muon(m);
     balance(m);

@@ -6,7 +6,7 @@
 void* windows_pool(Model* m) {
     Arena* a = &m->arena[IN_POOL];
     if (m->shapes.moe.windows) m->no_windows = comm_windows_missing(m->ep, m->ranks);
-    if (m->no_windows && m->settings.dispatch == DISPATCH_WINDOWS)
+    if (m->no_windows && m->run.dispatch == DISPATCH_WINDOWS)
         die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
     m->windows = m->shapes.moe.windows && !m->no_windows;
     if (!m->windows) {
@@ -35,7 +35,7 @@ void windows_fetch(Model* m) {
 int windows_overflowed(Model* m, int64_t step) {
     const double overflow = (double)*(const real*)fetch_end(m->overflowed);
     if (overflow == 0) return 0;
-    const Settings* s = &m->settings;
+    const RunConfig* s = &m->run;
     MoeShape* shape = &m->shapes.moe;
     shape->capacity = fmin(1.125 * overflow * shape->capacity, DISPATCH_MOST_CAPACITY * (double)s->ep);
     warn("step %ld overflowed the capacity of an expert's rank, and runs again with --capacity %.2f", step,

@@ -12,11 +12,11 @@
 
 // Whole windows of --val-tokens, at most those of the shards, and at least one.
 int64_t evaluate_windows(const Settings* s, const Shards* shards) {
-    return max_i64(min_i64(s->val_tokens / s->seq_len, shards_windows(shards)), 1);
+    return max_i64(min_i64(s->val_tokens / s->run.seq_len, shards_windows(shards)), 1);
 }
 
 Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokenizer, const Shards* train) {
-    Shards* shards = *s->val ? shards_open("--val", s->val, s->seq_len) : NULL;
+    Shards* shards = *s->val ? shards_open("--val", s->val, s->run.seq_len) : NULL;
     if (shards && shards_mixture(shards)->count > 1)
         die(EXIT_USAGE, "--val takes no weights: it is read in the order of its files, without a mixture");
     const char* both = shards && train ? shards_shared(shards, train) : NULL;
@@ -69,17 +69,16 @@ void evaluate_tokenizers(const char* option, const Shards* shards, const Setting
 // that has none left computes the first sequence again, because others need its part of weights and experts, and counts
 // nothing: false.
 static bool part_of_round(const Model* m, int64_t round, int64_t all, int64_t* first, int64_t* n) {
-    *first = round + m->layout.rank * m->settings.batch;
-    *n = min_i64(all - *first, m->settings.batch);
+    *first = round + m->layout.rank * m->run.batch;
+    *n = min_i64(all - *first, m->run.batch);
     if (*n > 0) return true;
     *first = 0;
     *n = 1;
     return false;
 }
 
-double evaluate_loss(Model* m, Shards* shards) {
-    const int64_t T = m->settings.seq_len, B = m->settings.batch, ranks = m->layout.ranks;
-    const int64_t windows = evaluate_windows(&m->settings, shards);
+double evaluate_loss(Model* m, Shards* shards, int64_t windows) {
+    const int64_t T = m->run.seq_len, B = m->run.batch, ranks = m->layout.ranks;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * B * T) * sizeof(int32_t));
     double shown = host_seconds();
     // A state of its own, so that a validation changes nothing of the step.
@@ -113,7 +112,7 @@ double evaluate_loss(Model* m, Shards* shards) {
 
 // Bytes of text a target, on average. 0: some id has no text, so bits a byte are unknown.
 double evaluate_bytes(const Settings* s, Shards* shards, const Tokenizer* tokenizer) {
-    const int64_t T = s->seq_len, windows = evaluate_windows(s, shards);
+    const int64_t T = s->run.seq_len, windows = evaluate_windows(s, shards);
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
     double bytes = 0;
     bool known = true;
@@ -162,7 +161,7 @@ static double text_bytes(const Choices* c, const Choice* choice, const Tokenizer
 
 // The loss of each ending: the sum over its tokens, in nats. A rank takes B endings of a round and leaves the others 0.
 static void choice_losses(Model* m, const Choices* c, int32_t end_of_text, double* loss) {
-    const int64_t T = m->settings.seq_len, B = m->settings.batch, ranks = m->layout.ranks;
+    const int64_t T = m->run.seq_len, B = m->run.batch, ranks = m->layout.ranks;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * B * T) * sizeof(int32_t));
     int64_t* first = (int64_t*)host_alloc((size_t)B * sizeof(int64_t));
     real* losses = (real*)host_alloc((size_t)(B * T) * sizeof(real));
@@ -253,14 +252,14 @@ ScoreRecord evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokeni
 static void check_file(const Settings* s, const Choices* files, int n) {
     const Choices* c = &files[n];
     for (int64_t i = 0; i < c->count; i++)
-        if (c->list[i].ending_length > s->seq_len)
+        if (c->list[i].ending_length > s->run.seq_len)
             die(EXIT_USAGE, "--eval: %s: question %d has an ending of %ld tokens, more than --seq-len %ld", c->name,
-                c->list[i].question, c->list[i].ending_length, s->seq_len);
+                c->list[i].question, c->list[i].ending_length, s->run.seq_len);
     if (c->cut)
         warn(
             "--eval: %s: %d of %d questions are longer than a window of --seq-len %ld: their contexts lose the "
             "beginning",
-            c->name, c->cut, c->questions, s->seq_len);
+            c->name, c->cut, c->questions, s->run.seq_len);
     for (int i = 0; i < n; i++)
         if (strcmp(files[i].name, c->name) == 0)
             die(EXIT_USAGE, "--eval: two files are named %s, and so would be their columns in the log: rename one",
@@ -278,7 +277,7 @@ Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokeniz
         die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", tokenizer_eot(tokenizer),
             s->model.V);
     if (*s->eval)
-        files = choices_open(s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), s->seq_len, count);
+        files = choices_open(s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), s->run.seq_len, count);
     for (int i = 0; i < *count; i++) {
         const Choice* last = &files[i].list[files[i].count - 1];  // its end is the end of the file
         check_file(s, files, i);
@@ -306,7 +305,7 @@ void evaluate_questions(char** line, Model* m, const Choices* files, int count, 
     for (int i = 0; i < count; i++) {
         const ScoreRecord score = evaluate_choices(m, &files[i], tokenizer);
         printf("%s: %d questions, accuracy %.4f, normalised %.4f, %d cut to --seq-len %ld\n", files[i].name,
-               files[i].questions, score.accuracy, score.normalised, files[i].cut, m->settings.seq_len);
+               files[i].questions, score.accuracy, score.normalised, files[i].cut, m->run.seq_len);
         if (!line) continue;
         // A file's name may be any text. It is quoted, without the closing quote: the suffix follows inside the string.
         char* name = json_quote(files[i].name);

@@ -5,6 +5,7 @@
 #include "data/shards.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
+#include "model/settings.h"
 
 // The shards of --val, the same on all ranks; NULL without. Their tokenizer must be the run's. A file that is also in
 // `train` (NULL: there is no training) gets a warning.
@@ -19,10 +20,10 @@ void evaluate_tokenizers(const char* option, const Shards* shards, const Setting
                          const Tokenizer* tokenizer);
 // Windows of the shards that a validation reads: the first --val-tokens, one at least.
 int64_t evaluate_windows(const Settings* settings, const Shards* shards);
-// Mean loss over these, in nats a token. All ranks together; all get it.
-double evaluate_loss(Model* model, Shards* shards);
-// Mean bytes of text per token of these: loss / bytes / ln 2 is in bits a byte. 0 where the tokenizer does not know a
-// token.
+// Mean loss over the first `windows`, in nats a token. All ranks together; all get it.
+double evaluate_loss(Model* model, Shards* shards, int64_t windows);
+// Mean bytes of text per token of a validation: loss / bytes / ln 2 is in bits a byte. 0 where the tokenizer does not
+// know a token.
 double evaluate_bytes(const Settings* settings, Shards* shards, const Tokenizer* tokenizer);
 
 // Scores of a file of multiple-choice questions.

@@ -14,7 +14,7 @@
 static char* index_json(Model* m) {
     int count;
     int64_t bytes = 0;
-    CheckpointFile* files = model_files(m, m->settings.optimizer, &count);
+    CheckpointFile* files = model_files(m, m->run.optimizer, &count);
     // A stream in memory: appending to a string would copy it for each of the 45,000 tensors of 671b.
     char* map = NULL;
     const char* comma = "";
@@ -62,16 +62,16 @@ static void add_tokenizer(Saver* saver, const char* tokenizer) {
     }
 }
 
-void export_files(Saver* saver, Model* m, const Tokenizer* tokenizer) {
+void export_files(Saver* saver, const Settings* s, Model* m, const Tokenizer* tokenizer) {
     const int32_t eot = tokenizer_eot(tokenizer);
-    char *config = hub_config(&m->settings, eot), *index = index_json(m);
+    char *config = hub_config(s, eot), *index = index_json(m);
     char *ends = hub_end_of_text(eot), *generation = host_format("{\n%s\n}\n", ends);
     // The files of the model, then those of its tokenizer.
     saver_add_file(saver, "config.json", config, strlen(config));
     saver_add_file(saver, "generation_config.json", generation, strlen(generation));
     saver_add_file(saver, "model.safetensors.index.json", index, strlen(index));
-    if (*m->settings.tokenizer) add_tokenizer(saver, m->settings.tokenizer);
-    const char* why = hub_misfit(&m->settings);
+    if (*s->tokenizer) add_tokenizer(saver, s->tokenizer);
+    const char* why = hub_misfit(s);
     if (why)
         printf("export     transformers cannot compute this model, so its config.json has model_type train_moe: %s\n",
                why);

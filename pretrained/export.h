@@ -14,7 +14,8 @@
 
 #include "data/tokenizer.h"
 #include "model/model.h"
+#include "model/settings.h"
 #include "parallel/checkpoint.h"
 
 // Every checkpoint of this saver gets these files. Prints the properties that a Hugging Face model cannot express.
-void export_files(Saver* saver, Model* model, const Tokenizer* tokenizer);
+void export_files(Saver* saver, const Settings* settings, Model* model, const Tokenizer* tokenizer);

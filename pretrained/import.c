@@ -239,7 +239,7 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
         if (m->units[u].kind != UNIT_MODULE || has_module(&in, layer)) {
             load_unit(&in, m, u);
         } else {
-            params_init_unit(m->units, u, &m->config, &m->layout, (uint64_t)m->settings.seed, m->ctx);
+            params_init_unit(m->units, u, &m->config, &m->layout, (uint64_t)m->run.seed, m->ctx);
             printf("weights    layer %d, the module of --mtp, is not in the folder and is new\n", layer);
         }
     }
@@ -267,20 +267,19 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
     free(in.values);
 }
 
-void model_begin(Model* m, Ranks* world) {
-    const char *option, *folder = settings_folder(&m->settings, &option);
+void model_begin(Model* m, const Settings* s, Ranks* world) {
+    const char *option, *folder = settings_folder(s, &option);
     if (!folder) {
-        model_init(m, (uint64_t)m->settings.seed);
+        model_init(m, (uint64_t)m->run.seed);
         return;
     }
     // Weights of a folder. The time is that of this rank.
     const double began = host_seconds();
-    if (m->settings.init_moments)
-        model_stage(m, world);
+    if (s->init_moments)
+        model_stage(m, s, world);
     else
         import_weights(m, world, option, folder);
     char* shown = host_printable(folder, strlen(folder), "");
-    printf("weights    %sfrom %s, in %.1f s\n", m->settings.init_moments ? "and moments " : "", shown,
-           host_seconds() - began);
+    printf("weights    %sfrom %s, in %.1f s\n", s->init_moments ? "and moments " : "", shown, host_seconds() - began);
     free(shown);
 }

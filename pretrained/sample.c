@@ -12,7 +12,7 @@ enum { SAMPLE_STREAM = 0xFFFFFFFFu - 1 };  // apart from the streams of the weig
 
 // Whether the first 64k tokens of the shards are bytes and their end of text alone.
 static bool are_bytes(const Shards* shards, const Settings* s) {
-    int64_t T = s->seq_len, windows = min_i64(shards_windows(shards), ceil_div(1 << 16, T)), largest = 0;
+    int64_t T = s->run.seq_len, windows = min_i64(shards_windows(shards), ceil_div(1 << 16, T)), largest = 0;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
     for (int64_t i = 0; i < windows; i++) {
         shards_read(shards, i, (int32_t)s->model.V, ids, ids + T);
@@ -50,9 +50,9 @@ void sample_check(const Settings* s, const Tokenizer* tokenizer) {
             s->tokenizer);
     tokenizer_close(bytes);
     const int64_t prompt = (int64_t)strlen(s->prompt);
-    if (prompt >= s->seq_len)
+    if (prompt >= s->run.seq_len)
         warn("--prompt has %ld tokens and an end of text before it, more than --seq-len %ld: its beginning is cut",
-             prompt, s->seq_len);
+             prompt, s->run.seq_len);
 }
 
 // Descending, for qsort.
@@ -92,8 +92,7 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
     return best;
 }
 
-char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t step) {
-    const Settings* s = &m->settings;
+char* model_sample(Model* m, const Settings* s, Ranks* world, const Tokenizer* tokenizer, int64_t step) {
     // A prompt has one token a byte (sample_check).
     const int64_t prompt = (int64_t)strlen(s->prompt), V = m->config.V;
     int32_t* ids = (int32_t*)host_alloc((size_t)(1 + prompt + s->sample_tokens) * sizeof(int32_t));
@@ -107,14 +106,14 @@ char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t s
     // Token after token.
     for (int64_t i = 0; i < s->sample_tokens; i++) {
         // There is no KV cache: each token computes the whole context again.
-        int64_t context = min_i64(n, s->seq_len);
+        int64_t context = min_i64(n, s->run.seq_len);
         model_batch(m, ids + n - context, NULL, 1, context);
         model_forward(m, 0);
         model_logits(m, context - 1, logits);
         for (int64_t v = 0; v < V; v++)
             if (!isfinite(logits[v]))
                 die(EXIT_FAILED, "no sample: the logit of token %ld is not finite: %g", v, (double)logits[v]);
-        double u = random_uniform((uint64_t)s->seed, SAMPLE_STREAM, (uint64_t)(step * s->sample_tokens + i));
+        double u = random_uniform((uint64_t)s->run.seed, SAMPLE_STREAM, (uint64_t)(step * s->sample_tokens + i));
         int32_t id = sample_draw(logits, V, s->temperature, SAMPLE_TOP_K, u);
         // All ranks must go on with the same token: rank 0's.
         if (world) ranks_broadcast(world, &id, sizeof(id), 0);

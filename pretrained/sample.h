@@ -4,6 +4,7 @@
 #include "data/shards.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
+#include "model/settings.h"
 
 // The tokenizer of --tokenizer. Without one, tokens are bytes if none of the first in `train` is beyond 256 (NULL: if
 // the model has no other); else the tokenizer has no tokens.
@@ -25,4 +26,4 @@ enum { SAMPLE_TOP_K = 50 };  // transformers 4's default
 // all of it through the model: this is for a look now and then, not for inference. The draws depend on the seed and
 // `step` only. Overwrites the batch in work. By all ranks of the run together (NULL: one), which take rank 0's draws:
 // the last bits of logits may differ from rank to rank.
-char* model_sample(Model* model, Ranks* world, const Tokenizer* tokenizer, int64_t step);
+char* model_sample(Model* model, const Settings* settings, Ranks* world, const Tokenizer* tokenizer, int64_t step);

@@ -23,23 +23,24 @@ void use_model(Ranks* world, const Settings* s) {
     device_choose(ranks_local());
     memory_check(s, ranks_index(world));
     ranks_barrier(world);  // no rank allocates before all have read the free memory
-    Model* m = model_create(s, world);
-    model_begin(m, world);
+    Model* m = model_create(&s->model, &s->run, world);
+    model_begin(m, s, world);
 
     // A sample, or the losses of --val and --eval.
     if (*s->sample) {
-        char* text = model_sample(m, world, tokenizer, 0);
+        char* text = model_sample(m, s, world, tokenizer, 0);
         printf("%s\n", text);
         free(text);
     } else {
         if (val) {
-            const double loss = evaluate_loss(m, val);
+            const double loss = evaluate_loss(m, val, evaluate_windows(s, val));
             if (!isfinite(loss)) die(EXIT_FAILED, "the loss on --val %s is not finite: %g", s->val, loss);
             // Bits a byte can be compared between tokenizers; nats a token cannot.
             const double bytes = evaluate_bytes(s, val, tokenizer);
             printf("loss       %.6f nats a token, perplexity %.4f, ", loss, exp(loss));
             if (bytes > 0) printf("%.6f bits a byte, ", loss / log(2) / bytes);
-            printf("on %ld of %ld tokens\n", evaluate_windows(s, val) * s->seq_len, shards_windows(val) * s->seq_len);
+            printf("on %ld of %ld tokens\n", evaluate_windows(s, val) * s->run.seq_len,
+                   shards_windows(val) * s->run.seq_len);
         }
         evaluate_questions(NULL, m, questions, files, tokenizer);
     }

@@ -135,18 +135,19 @@ static void read_options(const uint8_t* data, size_t size) {
         // A resumed run without options takes all settings from the record. Its own record must be the same.
         char *json = record_json(&s), error[64], *nothing[] = {words[0], (char*)"--dry-run"};
         Json* record = json_parse(json, strlen(json), error, sizeof(error));
-        Settings resumed = settings_read(settings_parse(2, nothing), (int)s.ranks, record);
+        Settings resumed = settings_read(settings_parse(2, nothing), (int)s.run.ranks, record);
         resumed.dry_run = s.dry_run;
         resumed.resume = s.resume;
         char* again = record_json(&resumed);
         // All options, and the five numbers that are none (model/record.c).
         assert(json_count(record) == settings_count + 5 && strcmp(json, again) == 0);
-        assert(isfinite(settings_lr(&s, 1)) && isfinite(settings_lr(&s, s.steps)));
+        assert(isfinite(run_lr(&s.run, 1)) && isfinite(run_lr(&s.run, s.run.steps)));
         settings_free(&resumed);
         free(again);
         json_free(record);
         free(json);
-        if (s.model.L <= 4 && s.ranks <= 64 && BEGINS_TO_READ) memory_report(&s, 1);  // ends the run if it does not fit
+        if (s.model.L <= 4 && s.run.ranks <= 64 && BEGINS_TO_READ)
+            memory_report(&s, 1);  // ends the run if it does not fit
         has_read();
     }
     settings_free(&s);

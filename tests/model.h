@@ -3,6 +3,7 @@
 #define TESTS_MODEL_H
 
 #include "model/model.h"
+#include "model/settings.h"
 #include "tests/test.h"
 
 // Settings of a run of `ranks` from one line of options.
@@ -18,22 +19,25 @@ static inline Settings settings_for(const char* line, int ranks) {
 
 static inline Settings settings_of(const char* line) { return settings_for(line, 1); }
 
+// A model of these settings, which it frees.
+static inline Model* model_of(Settings s, Ranks* world) {
+    Model* m = model_create(&s.model, &s.run, world);
+    settings_free(&s);
+    return m;
+}
+
 // A dense block and two MoE blocks, sequences of 20 tokens. Its weights are zeros. `options` may change it.
-static inline Model* small_model(const char* options) {
+static inline Settings small_settings(const char* options) {
     char* line = host_format(
         "--layers 3 --dim 32 --heads 2 --kv-lora 16 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 48 --experts 6 "
         "--top-k 2 --expert-ffn 24 --vocab 50 --seq-len 20 --batch 2 %s",
         options);
     Settings s = settings_of(line);
     free(line);
-    return model_create(&s, NULL);
+    return s;
 }
 
-static void finish(Model* m) {
-    Settings s = m->settings;
-    model_destroy(m);
-    settings_free(&s);
-}
+static inline Model* small_model(const char* options) { return model_of(small_settings(options), NULL); }
 
 static inline ParamBuffer* buffer_of(Model* m, int unit, const NamedTensor* t) {
     return &m->units[unit].buffer[t->buffer];

@@ -98,15 +98,14 @@ static void check_golden(const char* path) {
     const Json* about = json_get(st->header, "__metadata__");
     char* line = host_format("%s --batch %s --seq-len %s", json_text(about, "options"), json_text(about, "batch"),
                              json_text(about, "seq_len"));
-    Settings s = settings_of(line);
-    Model* m = model_create(&s, NULL);
+    Model* m = model_of(settings_of(line), NULL);
     load_golden_weights(m, st);
-    int64_t N = s.batch * s.seq_len, V = s.model.V;
+    int64_t N = m->run.batch * m->run.seq_len, V = m->config.V;
     int32_t *tokens = (int32_t*)host_alloc((size_t)N * 4), *targets = (int32_t*)host_alloc((size_t)N * 4);
     st_read(st, st_find(st, "tokens"), 0, N, tokens);
     st_read(st, st_find(st, "targets"), 0, N, targets);
     model_step_begin(m, 1);
-    model_batch(m, tokens, targets, s.batch, s.seq_len);
+    model_batch(m, tokens, targets, m->run.batch, m->run.seq_len);
     model_forward(m, 1);
     check_experts(m, st);
 
@@ -121,8 +120,8 @@ static void check_golden(const char* path) {
     model_loss(m, m->step.state, (float)(1.0 / (double)N));
     model_backward(m, 0, 1);
     StepState state = state_of(m);
-    want = golden_read(st, "", "loss", 1 + s.model.mtp);
-    for (int64_t k = 0; k <= s.model.mtp; k++) {
+    want = golden_read(st, "", "loss", 1 + m->config.mtp);
+    for (int64_t k = 0; k <= m->config.mtp; k++) {
         const double loss = (k ? state.mtp_sum : state.loss_sum) / (double)N;
         CHECK(fabs(loss / (double)want[k] - 1) < (BF16 ? 2e-3 : bound), "loss %ld: %.12g, golden %.12g", (long)k, loss,
               (double)want[k]);
@@ -145,7 +144,7 @@ static void check_golden(const char* path) {
     free(tokens);
     free(targets);
     free(line);
-    finish(m);
+    model_destroy(m);
     st_close(st);
 }
 

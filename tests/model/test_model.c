@@ -15,14 +15,14 @@ static void random_batch(int32_t* ids, int64_t n, int32_t V, uint32_t stream) {
 
 // Runs the micro-batches of a step on fixed random tokens without updating; gradients stay in the units.
 static double accumulate_step(Model* m, int64_t sequences, int64_t step) {
-    const Settings* s = &m->settings;
-    int64_t n = sequences * s->seq_len, micro = s->batch * s->seq_len;
+    const RunConfig* run = &m->run;
+    int64_t n = sequences * run->seq_len, micro = run->batch * run->seq_len;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
-    random_batch(ids, 2 * n, (int32_t)s->model.V, 7);
+    random_batch(ids, 2 * n, (int32_t)m->config.V, 7);
     poison_gradients(m);
     model_step_begin(m, step);
     for (int64_t i = 0; i < n; i += micro) {
-        model_batch(m, ids + i, ids + n + i, s->batch, s->seq_len);
+        model_batch(m, ids + i, ids + n + i, run->batch, run->seq_len);
         model_micro_step(m, i + micro >= n);
     }
     free(ids);
@@ -31,8 +31,7 @@ static double accumulate_step(Model* m, int64_t sequences, int64_t step) {
 static double accumulate(Model* m, int64_t sequences) { return accumulate_step(m, sequences, 1); }
 
 static Model* fresh(const char* line) {
-    Settings s = settings_of(line);
-    Model* m = model_create(&s, NULL);
+    Model* m = model_of(settings_of(line), NULL);
     model_init(m, 3);
     return m;
 }
@@ -100,9 +99,9 @@ static void check_micro_batches(const char* more) {
         }
         check_norm(split);
         if (!BF16) check_same_load(split, whole);
-        finish(split);
+        model_destroy(split);
     }
-    finish(whole);
+    model_destroy(whole);
 }
 
 static void micro_batches(void) { check_micro_batches(""); }
@@ -111,7 +110,7 @@ static void micro_batches_of_module(void) { check_micro_batches("--mtp 1"); }
 // A step of micro-steps first .. end - 1, two sequences each. In the even ones all tokens select expert 1 and none
 // expert 4, in the odd ones the other way round.
 static void steered_step(Model* m, int first, int end) {
-    int64_t n = m->settings.batch * m->settings.seq_len;
+    int64_t n = m->run.batch * m->run.seq_len;
     poison_gradients(m);
     model_step_begin(m, 1);
     for (int i = first; i < end; i++) {
@@ -122,7 +121,7 @@ static void steered_step(Model* m, int first, int end) {
             device_upload(m->bias + l * m->config.E + 1, &of_1, sizeof(real), m->ctx);
             device_upload(m->bias + l * m->config.E + 4, &of_4, sizeof(real), m->ctx);
         }
-        model_batch(m, ids, ids + n, m->settings.batch, m->settings.seq_len);
+        model_batch(m, ids, ids + n, m->run.batch, m->run.seq_len);
         model_micro_step(m, i == end - 1);
         free(ids);
     }
@@ -158,8 +157,8 @@ static void experts_without_tokens(void) {
             free(tensors);
         }
     }
-    finish(all);
-    finish(one);
+    model_destroy(all);
+    model_destroy(one);
 }
 
 // Matrices start at multiples of 64 elements. The padding between matrices of other sizes is 0 too. (On the GPU, sizes
@@ -178,7 +177,7 @@ static void padding_is_written(void) {
             CHECK(bad == 0, "unit %d, buffer %d: %lld gradients are not finite", u, b, (long long)bad);
             free(grad);
         }
-    finish(m);
+    model_destroy(m);
 }
 
 // Loads count training only. Other forward passes may run in between (validation, samples).
@@ -191,7 +190,7 @@ static void loads_count_training_only(void) {
     for (int64_t i = 0; i < m->config.L * m->config.E; i++) sum += load[i];
     free(load);
     CHECK(sum == 2 * 20 * 2 * 2, "counted %lld choices, 40 tokens x 2 experts x 2 MoE blocks are 160", (long long)sum);
-    finish(m);
+    model_destroy(m);
 }
 
 #ifdef F64
@@ -204,7 +203,7 @@ static double objective(Model* m, double aux) {
     model_forward(m, 1);
     model_loss(m, m->step.state, 0);
     double total = m->step.state->loss_sum / (double)m->shapes.N;
-    total += m->settings.mtp_weight * m->step.state->mtp_sum / (double)m->shapes.N;
+    total += m->run.mtp_weight * m->step.state->mtp_sum / (double)m->shapes.N;
     for (int64_t l = c->dense_layers; l < config_blocks(c); l++) {
         const MoeSaved* s = &m->blocks[l].moe;
         const int64_t T = m->shapes.T - (l == c->L);  // the MTP module's windows are shorter
@@ -228,13 +227,13 @@ static double objective(Model* m, double aux) {
 
 static void check_differences(const char* line) {
     Model* m = fresh(line);
-    double aux = m->settings.aux_loss;
+    double aux = m->run.aux_loss;
     for (int u = 0; u < params_units(&m->config); u++) {  // start where gradients are not tiny
         ParamBuffer* p[2] = {&m->units[u].buffer[0], &m->units[u].buffer[1]};
         for (int b = 0; b < 2; b++)
             for (int64_t i = 0; i < p[b]->n_decay; i++) p[b]->master[i] *= 6;
     }
-    accumulate(m, m->settings.batch);
+    accumulate(m, m->run.batch);
     for (int u = 0; u < params_units(&m->config); u++) {
         int count;
         NamedTensor* tensors = params_tensors(&m->config, &m->layout, u, &count);
@@ -260,7 +259,7 @@ static void check_differences(const char* line) {
             // values. The rounding of the difference itself (1e-16 * loss / h) is below 1e-9.
             CHECK(fabs(numeric - analytic) < 1e-6 * sqrt(norm) + 1e-9,
                   "%s: %s: finite difference %.12g, gradient %.12g", line, tensors[i].name, numeric, analytic);
-            accumulate(m, m->settings.batch);
+            accumulate(m, m->run.batch);
             real* again = host_gradient(m, p, 0, p->n);
             CHECK(relative_error(again, grads, p->n) < 1e-7, "%s: gradients do not come back", tensors[i].name);
             free(grads), free(again);
@@ -268,7 +267,7 @@ static void check_differences(const char* line) {
         }
         free(tensors);
     }
-    finish(m);
+    model_destroy(m);
 }
 
 #define DIFFERENT BASE "--nope-dim 8 --rope-dim 8 --v-dim 16 "
@@ -346,8 +345,8 @@ static void initial_weights(void) {
     free(padding);
     free(x);
     free(y);
-    finish(a);
-    finish(b);
+    model_destroy(a);
+    model_destroy(b);
 }
 
 // 10 warm-up steps of 110, peak 2, end 0.2.
@@ -358,10 +357,10 @@ static void schedules(void) {
         char line[160];
         snprintf(line, sizeof(line), "--lr 2 --warmup 10 --steps 110 --final-lr-frac 0.1 --schedule %s", names[i]);
         Settings s = settings_of(line);
-        CHECK(settings_lr(&s, 1) == 0.2 && settings_lr(&s, 10) == 2, "%s: warm-up", names[i]);
-        CHECK(fabs(settings_lr(&s, 60) - middle[i]) < 1e-12, "%s: half way %.12g", names[i], settings_lr(&s, 60));
-        CHECK(fabs(settings_lr(&s, 100) - late[i]) < 1e-4, "%s: at nine tenths %.12g", names[i], settings_lr(&s, 100));
-        CHECK(fabs(settings_lr(&s, 110) - end[i]) < 1e-12, "%s: at the end %.12g", names[i], settings_lr(&s, 110));
+        CHECK(run_lr(&s.run, 1) == 0.2 && run_lr(&s.run, 10) == 2, "%s: warm-up", names[i]);
+        CHECK(fabs(run_lr(&s.run, 60) - middle[i]) < 1e-12, "%s: half way %.12g", names[i], run_lr(&s.run, 60));
+        CHECK(fabs(run_lr(&s.run, 100) - late[i]) < 1e-4, "%s: at nine tenths %.12g", names[i], run_lr(&s.run, 100));
+        CHECK(fabs(run_lr(&s.run, 110) - end[i]) < 1e-12, "%s: at the end %.12g", names[i], run_lr(&s.run, 110));
         settings_free(&s);
     }
 }
@@ -398,7 +397,7 @@ static void bad_step(void) {
           (long long)good.updates);
     real* all[6] = {w, w2, w3, bias, bias2, bias3};
     for (int i = 0; i < 6; i++) free(all[i]);
-    finish(m);
+    model_destroy(m);
 }
 
 // --muon-expert-steps 2: step 1 leaves the experts' weights and adds to their momentum, and step 2 has twice the rate.
@@ -417,7 +416,7 @@ static void experts_every_second_step(void) {
     for (int64_t step = 1; step <= 2; step++) {
         for (int i = 0; i < 2; i++) {
             accumulate_step(m[i], 2, step);
-            const float rate = step == 1 ? 0 : 2 * (float)settings_muon_lr(&m[i]->settings, step);
+            const float rate = step == 1 ? 0 : 2 * (float)run_muon_lr(&m[i]->run, step);
             if (i == 0) device_upload(&m[i]->step.inputs->expert_muon.lr, &rate, sizeof(rate), m[i]->ctx);
             model_update(m[i], 0);
         }
@@ -434,7 +433,7 @@ static void experts_every_second_step(void) {
         }
     }
     for (int b = 0; b < BUFFERS; b++) free(initial[b]);
-    for (int i = 0; i < 2; i++) finish(m[i]);
+    for (int i = 0; i < 2; i++) model_destroy(m[i]);
 }
 
 // No two tensors of a step have a stream of random numbers in common, over layers, the MTP module, experts and their
@@ -450,7 +449,7 @@ static void tensors_have_their_own_streams(void) {
     int count = 0, matrices = 0;
     for (int rank = 0; rank < RANKS; rank++) {
         Model m;
-        model_plan(&m, &s, rank, BACKEND);
+        model_plan(&m, &s.model, &s.run, rank, BACKEND);
         for (int u = 0; u < params_units(&m.config); u++)
             for (int id = 0; id < PARAMS; id++) {
                 const Weight* w = &m.units[u].w[id];

@@ -29,15 +29,15 @@ static void positions_without_target(void) {
               (double)bias[i]);
     }
     free(bias);
-    finish(m);
+    model_destroy(m);
 }
 
 // The weight in the first 0.67 of the steps and after them, from the options and in a model.
 static void weight_of_module(void) {
     Settings w = settings_of("--mtp 1 --mtp-weight 0.4 --steps 10 --warmup 1");
     for (int64_t step = 1; step <= 10; step++)
-        CHECK(settings_mtp_weight(&w, step) == (step <= 6 ? 0.4 : 0.1), "step %lld: weight %g", (long long)step,
-              settings_mtp_weight(&w, step));
+        CHECK(run_mtp_weight(&w.run, step) == (step <= 6 ? 0.4 : 0.1), "step %lld: weight %g", (long long)step,
+              run_mtp_weight(&w.run, step));
     settings_free(&w);
     Model* m = small_model("--mtp 1 --mtp-weight 0.5 --steps 10 --warmup 1");
     model_init(m, 3);
@@ -46,7 +46,7 @@ static void weight_of_module(void) {
         CHECK(m->step.mtp_weight == (step == 6 ? 0.5f : 0.1f), "step %lld: weight %g", (long long)step,
               (double)m->step.mtp_weight);
     }
-    finish(m);
+    model_destroy(m);
 }
 
 int main(void) {

@@ -46,30 +46,34 @@ static void draws_of_equals(void) {
 // In a model of zeros all tokens are equally likely, and a sample takes the first 50. Bytes below 32 are written as
 // \\xNN.
 static void among_the_likeliest(void) {
-    Model* m = small_model("--vocab 257 --sample-tokens 500 --temperature 1");
+    Settings s = small_settings("--vocab 257 --sample-tokens 500 --temperature 1");
+    Model* m = model_create(&s.model, &s.run, NULL);
     Tokenizer* bytes = tokenizer_open("");
-    char *text = model_sample(m, NULL, bytes, 0), last = 0;
+    char *text = model_sample(m, &s, NULL, bytes, 0), last = 0;
     for (const char* c = text; *c; c += *c == '\\' ? 4 : 1)
         if (*c != '\\' && *c > last) last = *c;
     CHECK(last == 49, "the last byte is %d", last);
     free(text);
     tokenizer_close(bytes);
-    finish(m);
+    model_destroy(m);
+    settings_free(&s);
 }
 
 // A sample's context is the last seq_len tokens. A longer prompt continues like its last seq_len tokens.
 static void text_beyond_the_context(void) {
-    Model* m = small_model("--vocab 257 --sample-tokens 12 --temperature 0 --prompt abcdefghijklmnopqrstuvwxyz");
+    Settings s = small_settings("--vocab 257 --sample-tokens 12 --temperature 0 --prompt abcdefghijklmnopqrstuvwxyz");
+    Model* m = model_create(&s.model, &s.run, NULL);
     Tokenizer* bytes = tokenizer_open("");
     model_init(m, 3);
-    char *prompt = m->settings.prompt, *whole = model_sample(m, NULL, bytes, 0);
-    m->settings.prompt += 26 - 20;
-    char* last = model_sample(m, NULL, bytes, 0);
+    char *prompt = s.prompt, *whole = model_sample(m, &s, NULL, bytes, 0);
+    s.prompt += 26 - 20;
+    char* last = model_sample(m, &s, NULL, bytes, 0);
     CHECK(strlen(whole) > 26 && strcmp(whole + 6, last) == 0, "'%s' does not end as '%s'", whole, last);
-    m->settings.prompt = prompt;
+    s.prompt = prompt;
     free(whole), free(last);
     tokenizer_close(bytes);
-    finish(m);
+    model_destroy(m);
+    settings_free(&s);
 }
 
 // A blank before an ending counts no byte. In a model of zeros all tokens are equally likely. The endings " a" and
@@ -87,7 +91,7 @@ static void a_blank_counts_no_byte(void) {
               label[0], score.accuracy, score.normalised);
     }
     tokenizer_close(bytes);
-    finish(m);
+    model_destroy(m);
 }
 
 int main(void) {

@@ -340,20 +340,19 @@ static const Way ways[] = {{0, MX_RCEIL}, {1, MX_FLOOR}};
 
 static Model* fresh(const char* model, const char* precision) {
     char* line = host_format(BASE "%s%s", model, precision);
-    Settings s = settings_of(line);
+    Model* m = model_of(settings_of(line), NULL);
     free(line);
-    Model* m = model_create(&s, NULL);
     model_init(m, 3);
     return m;
 }
 
 // Forward and, with `backward`, gradients of a step. Returns the mean loss.
 static double one_step(Model* m, int backward) {
-    int64_t n = m->settings.batch * m->settings.seq_len;
+    int64_t n = m->run.batch * m->run.seq_len;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
     for (int64_t i = 0; i < 2 * n; i++) ids[i] = (int32_t)(random_uniform(99, 7, (uint64_t)i) * (double)m->config.V);
     model_step_begin(m, 1);
-    model_batch(m, ids, ids + n, m->settings.batch, m->settings.seq_len);
+    model_batch(m, ids, ids + n, m->run.batch, m->run.seq_len);
     if (backward) {
         model_micro_step(m, 1);
     } else {
@@ -401,7 +400,7 @@ static void test_linear_of_models(void) {
             const ModelConfig* c = &m->config;
             const Workspace* t = &m->work;
             const Way way = ways[p];
-            const int64_t N = m->settings.batch * m->settings.seq_len, qk = c->nope + c->rope, C = c->C;
+            const int64_t N = m->run.batch * m->run.seq_len, qk = c->nope + c->rope, C = c->C;
             const int64_t kva_rows = c->kv_lora + c->rope, kv_rows = c->H * (c->nope + c->v);
             one_step(m, 1);
             for (int64_t l = 0; l < c->L; l++) {
@@ -445,7 +444,7 @@ static void test_linear_of_models(void) {
             for (int64_t j = 0; j < N * C; j++) ref[j] = (CUDA ? bf16(ref[j]) : ref[j]) + more[j];
             compare(got, ref, N, C, way.fast, "d norm1");
             free(dq), free(dkva), free(wq), free(wkva), free(got), free(more);
-            finish(m);
+            model_destroy(m);
         }
 }
 
@@ -489,7 +488,7 @@ static void test_casts_are_read(void) {
             CHECK(!memcmp(got, want, (size_t)n * sizeof(real)), "%s%s: other gradients without the weights", models[i],
                   precisions[p]);
             free(want), free(got);
-            finish(m);
+            model_destroy(m);
         }
 }
 
@@ -510,7 +509,7 @@ static void test_casts_follow_the_weights(void) {
         for (int64_t l = 0; l < m->config.L; l++) m->units[l + 1].version = 0;
         CHECK(followed == cast_now, "after an update the loss is %.9g, cast again %.9g", followed, cast_now);
         CHECK(one_step(m, 0) != old, "old casts give the same loss, %.9g", old);
-        finish(m);
+        model_destroy(m);
     }
 }
 
@@ -550,9 +549,9 @@ static void test_noise(void) {
                 }
                 free(tensors);
             }
-            finish(m);
+            model_destroy(m);
         }
-        finish(plain);
+        model_destroy(plain);
     }
 }
 

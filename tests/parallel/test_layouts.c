@@ -66,24 +66,28 @@ static void shown_free(Shown* s) {
     free(s->expert);
 }
 
-static Model* start(Ranks* group, Case c, const char* more) {
+static Settings settings_of_case(Case c, const char* more) {
     char* line = host_format(TINY "--ep %d --shard %s --recompute %s %s %s %s", c.ep, c.shard, c.recompute, c.options,
                              more, c.one_expert ? "--balance none" : "");
     Settings s = settings_for(line, c.ranks);
-    Model* m = model_create(&s, group);
+    free(line);
+    return s;
+}
+
+static Model* start(Ranks* group, Case c, const char* more) {
+    Model* m = model_of(settings_of_case(c, more), group);
     model_init(m, 3);
     if (c.one_expert) {
         real high = 100;
         for (int64_t l = m->config.dense_layers; l < config_blocks(&m->config); l++)
             device_upload(m->bias + l * m->config.E + 3, &high, sizeof(real), m->ctx);
     }
-    free(line);
     return m;
 }
 
 // One step on random tokens that depend on the step alone. Records experts (if requested) by sequence.
 static StepState one_step(Model* m, int step, int32_t* expert) {
-    int64_t T = m->settings.seq_len, B = m->settings.batch, K = m->config.K, R = m->layout.ranks, n = SEQUENCES * T;
+    int64_t T = m->run.seq_len, B = m->run.batch, K = m->config.K, R = m->layout.ranks, n = SEQUENCES * T;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
     for (int64_t i = 0; i < 2 * n; i++)
         ids[i] = (int32_t)(random_uniform(99, (uint32_t)step, (uint64_t)i) * (double)m->config.V);
@@ -149,7 +153,7 @@ static void check_waiting(Model* m, const real* before, int step) {
     const ParamBuffer* p = &m->units[2].buffer[EXPERT_PARAMS];
     real* now = host_masters(m, p, 0, p->owned);
     CHECK((memcmp(now, before, (size_t)p->owned * sizeof(real)) == 0) == (step == 0),
-          "shard %s, step %d: the experts have changed, or not", shards[m->settings.shard], step + 1);
+          "shard %s, step %d: the experts have changed, or not", shards[m->run.shard], step + 1);
     free(now);
 }
 
@@ -160,13 +164,13 @@ static Shown show(Case c, int steps) {
     Ranks* group = ranks_split(world, takes_part);
     if (takes_part) {
         Model* m = start(group, c, "");
-        shown.choices = SEQUENCES * m->settings.seq_len * m->config.K;
+        shown.choices = SEQUENCES * m->run.seq_len * m->config.K;
         shown.expert = (int32_t*)host_alloc((size_t)shown.choices * 4);
         const ParamBuffer* experts = &m->units[2].buffer[EXPERT_PARAMS];
         real* before = host_masters(m, experts, 0, experts->owned);
         for (int step = 0; step < steps; step++) {
             StepState state = one_step(m, step + 1, step ? NULL : shown.expert);
-            if (m->settings.muon_expert_steps == 2 && step < 2) check_waiting(m, before, step);
+            if (m->run.muon_expert_steps == 2 && step < 2) check_waiting(m, before, step);
             shown.loss[step] = state.loss;
             shown.norm[step] = state.grad_norm;
             shown.further[step] = state.mtp_sum;
@@ -175,7 +179,7 @@ static Shown show(Case c, int steps) {
             gather_gradients(&shown, m, group);
         }
         free(before);
-        finish(m);
+        model_destroy(m);
     }
     ranks_barrier(world);
     ranks_free(group);
@@ -336,14 +340,14 @@ static void check_equal_experts(int ep, int random) {
         device_zero((floatX*)u->w[ROUTER].w, (size_t)(m->config.E * m->config.C) * sizeof(floatX), m->ctx);
 
         // A micro-step in which the rows of all ranks have the same numbers, so that only streams tell experts apart.
-        const int64_t n = m->settings.batch * m->settings.seq_len;
+        const int64_t n = m->run.batch * m->run.seq_len;
         int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
         for (int64_t i = 0; i < 2 * n; i++)
             ids[i] = (int32_t)(random_uniform(99, (uint32_t)m->layout.rank, (uint64_t)i) * (double)m->config.V);
         poison_gradients(m);
         model_step_begin(m, 1);
         m->gemms.before = 0;
-        model_batch(m, ids, ids + n, m->settings.batch, m->settings.seq_len);
+        model_batch(m, ids, ids + n, m->run.batch, m->run.seq_len);
         model_micro_step(m, 1);
         grads_wait(m->sharding, m->ctx);
         free(ids);
@@ -367,7 +371,7 @@ static void check_equal_experts(int ep, int random) {
         CHECK(pairs == 3 * 4 * 3 / 2, "%d pairs of matrices", pairs);
         free(tensors);
         shown_free(&shown);
-        finish(m);
+        model_destroy(m);
     }
     ranks_barrier(world);
     ranks_free(group);
@@ -422,11 +426,11 @@ static char* files_of(const char* out) {
 }
 
 // A checkpoint that the resuming layout saves again is the same, moments included.
-static void check_saved_again(Model* m, Ranks* group, const char* folder, const char* name) {
+static void check_saved_again(Model* m, const Settings* s, Ranks* group, const char* folder, const char* name) {
     char* again = host_format("%s/again", folder);
     const StepState state = state_of(m);
     Saver* saver = saver_create(group, again, 2, NULL);
-    model_save(m, saver, 10, data, &state);
+    model_save(m, s, saver, 10, data, &state);
     saver_destroy(saver);
     if (ranks_index(group) == 0) {
         char *want = files_of(folder), *got = files_of(again);
@@ -457,18 +461,19 @@ static void check_resume(const char* options) {
         int takes_part = ranks_index(world) < c.ranks;
         Ranks* group = ranks_split(world, takes_part);
         if (takes_part) {
+            Settings s = settings_of_case(c, out);
             Model* m = start(group, c, out);
-            int64_t done = i ? model_resume(m, group, data) : 0;
+            int64_t done = i ? model_resume(m, &s, group, data) : 0;
             if (i) CHECK(done == 10, "resumed step %ld", done);
             char* name = name_of(c);
-            if (i) check_saved_again(m, group, folder, name);
+            if (i) check_saved_again(m, &s, group, folder, name);
             for (int step = (int)done + 1; step <= STEPS; step++) {
                 StepState state = one_step(m, step, NULL);
                 if (i == 0) {
                     want[step] = state;
                     if (step != 10) continue;
                     Saver* saver = saver_create(group, folder, 2, NULL);
-                    model_save(m, saver, 10, data, &state);
+                    model_save(m, &s, saver, 10, data, &state);
                     saver_destroy(saver);
                 } else {
                     int same = state.loss == want[step].loss && state.grad_norm == want[step].grad_norm;
@@ -478,7 +483,8 @@ static void check_resume(const char* options) {
                 }
             }
             free(name);
-            finish(m);
+            model_destroy(m);
+            settings_free(&s);
         }
         ranks_barrier(world);
         ranks_free(group);
@@ -501,14 +507,16 @@ static void samples_are_rank_0s(void) {
     if (takes_part) {
         Model* m = start(group, c, "");
         Tokenizer* bytes = tokenizer_open("");
-        m->settings.seed += ranks_index(group);
-        char *text = model_sample(m, group, bytes, 0), first[ROOM] = "";
+        Settings s = settings_of_case(c, "");
+        s.run.seed += ranks_index(group);
+        char *text = model_sample(m, &s, group, bytes, 0), first[ROOM] = "";
         snprintf(first, ROOM, "%s", text);
         ranks_broadcast(group, first, ROOM, 0);
         CHECK(strlen(text) > 0 && strcmp(text, first) == 0, "rank %d: '%s', not '%s'", ranks_index(group), text, first);
         free(text);
         tokenizer_close(bytes);
-        finish(m);
+        model_destroy(m);
+        settings_free(&s);
     }
     ranks_free(group);
 }
@@ -546,8 +554,8 @@ static void not_finite_on_one_rank(void) {
         free(bad);
         free(before);
         free(after);
-        finish(m);
-        finish(other);
+        model_destroy(m);
+        model_destroy(other);
     }
     ranks_barrier(world);
     ranks_free(group);

@@ -96,6 +96,16 @@ class Docs(unittest.TestCase):
             for folder in re.findall(r'^ *#include "(\w+)/', path.read_text("utf-8"), re.M):
                 self.assertIn(folder, below, f"{path.parent.name}/{path.name} includes a file of {folder}/")
 
+    def test_core_knows_no_option(self):
+        """The model and its training step include no header of options, at any depth."""
+        core = "model params muon_groups passes block block_forward block_backward mtp windows step update update_muon"
+        left, seen = {f"model/{name}.c" for name in core.split()} | {f"moe/{path.name}" for path in ROOT.glob("moe/*.[ch]*")}, set()
+        while left:
+            seen |= left
+            left = {name for path in left for name in re.findall(r'^ *#include "([\w/.]+)"', (ROOT / path).read_text("utf-8"), re.M)} - seen
+        self.assertIn("model/config.h", seen)
+        self.assertEqual(seen & {"model/settings.h", "device/options.h"}, set())
+
     def test_figures(self):
         """Each figure is on a page, readable at its size, and made by scripts/figures.py."""
         shown = {page.parent / target for page in PAGES for target in re.findall(r"!\[[^\]]+\]\(([\w./]+\.svg)\)", page.read_text("utf-8"))}
