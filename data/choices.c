@@ -6,6 +6,7 @@
 #include <glob.h>
 #include <stdlib.h>
 #include <string.h>
+#include <zlib.h>
 
 #include "device/check.h"
 #include "device/files.h"
@@ -72,6 +73,9 @@ static void read_question(Reader* r, Choices* c, int32_t q) {
         choice.number = i;
         choice.ending = next_ids(r, &choice.ending_length);
         if (choice.ending_length == 0) refuse(r, choice.ending, "an ending is empty");
+        if (choice.ending_length > r->T)
+            die(EXIT_USAGE, "--eval: %s: question %d has an ending of %ld tokens, more than --seq-len %ld", c->name, q,
+                choice.ending_length, r->T);
         c->list[c->count++] = choice;
         // The first token of a window is no target.
         cut |= choice.context_length + choice.ending_length > r->T + 1;
@@ -108,6 +112,7 @@ static Choices open_one(const char* path, int32_t vocab, int64_t T) {
     const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
     Choices c = {.name = host_format("%.*s", (int)(dot ? dot - name : (int64_t)strlen(name)), name),
                  .tokenizer = (uint32_t)header[4],
+                 .hash = (uint32_t)crc32_z(0, (const Bytef*)ids, (size_t)r.end * sizeof(int32_t)),
                  .questions = header[2],
                  .label = (int32_t*)host_alloc((size_t)header[2] * sizeof(int32_t)),
                  .ids = ids};
@@ -124,7 +129,18 @@ Choices* choices_open(const char* pattern, int32_t vocab, int64_t T, int* count)
     if (glob(pattern, GLOB_ERR, NULL, &found) != 0) die(EXIT_FAILED, "--eval: no file matches '%s'", pattern);
     Choices* files = (Choices*)host_alloc(found.gl_pathc * sizeof(Choices));
     *count = (int)found.gl_pathc;
-    for (int i = 0; i < *count; i++) files[i] = open_one(found.gl_pathv[i], vocab, T);
+    for (int i = 0; i < *count; i++) {
+        const Choices c = files[i] = open_one(found.gl_pathv[i], vocab, T);
+        if (c.cut)
+            warn(
+                "--eval: %s: %d of %d questions are longer than a window of --seq-len %ld: their contexts lose the "
+                "beginning",
+                c.name, c.cut, c.questions, T);
+        for (int k = 0; k < i; k++)
+            if (strcmp(files[k].name, c.name) == 0)
+                die(EXIT_USAGE, "--eval: two files are named %s, and so would be their columns in the log: rename one",
+                    c.name);
+    }
     globfree(&found);
     return files;
 }

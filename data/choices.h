@@ -21,6 +21,7 @@ typedef struct Choice {
 typedef struct Choices {
     char* name;              // of the file, without folder and ".bin"
     uint32_t tokenizer;      // tokenizer_hash of the tokenizer that made the ids; 0: not known
+    uint32_t hash;           // CRC-32 (zlib) of all numbers after the header, as int32
     int32_t questions, cut;  // cut: those of more than T + 1 tokens with some ending
     int32_t* label;          // (questions): the number of the correct ending
     int64_t count;
@@ -29,6 +30,8 @@ typedef struct Choices {
 } Choices;
 
 // Opens all files that match, in the order of their names; *count gets their number. An invalid file, or an id outside
-// of the vocabulary, ends the run with a message that names file and byte. T: --seq-len.
+// of the vocabulary, ends the run with a message that names file and byte. So do an ending of more than T tokens
+// (--seq-len), and two files of one name: names are columns of the log. A warning has the number of questions whose
+// contexts are cut.
 Choices* choices_open(const char* pattern, int32_t vocab, int64_t T, int* count);
 void choices_close(Choices* files, int count);

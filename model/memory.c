@@ -10,7 +10,6 @@
 #include "model/predict.h"
 #include "model/report.h"
 #include "parallel/checkpoint.h"
-#include "parallel/ranks.h"
 
 static double gib(size_t bytes) { return (double)bytes / 0x1p30; }
 
@@ -208,7 +207,8 @@ void memory_report(const Settings* s, int running) {
     if (proposal) die(EXIT_FAILED, "memory: the run does not fit: --dry-run has sizes and a remedy in its first lines");
 }
 
-void memory_check(const Settings* s, int rank) {
+void memory_check(const Settings* s, Ranks* world) {
+    const int rank = ranks_index(world);
     // 0 is unknown: the run then starts without this check.
     const size_t available = device_free_memory(ranks_here()), needed = memory_needed(s, rank, BACKEND);
     if (available && needed > available)
@@ -216,4 +216,5 @@ void memory_check(const Settings* s, int rank) {
             "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run all lists all), %.2f GiB are free; %s",
             gib(needed), gib(memory_estimated(s->run.ranks, BACKEND)), gib(available),
             what_fits(s, rank, available, BACKEND));
+    ranks_barrier(world);
 }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "model/settings.h"
+#include "parallel/ranks.h"
 
 // --dry-run, on one screen: whether the run fits, and options with which it would; model, size of checkpoints and
 // predicted time of a step. `--dry-run all` goes on with the configuration, and the memory of a rank item by item. The
@@ -16,6 +17,6 @@
 // Nothing is known of the machines for other --ranks than the `running` ones. Ends the run with EXIT_FAILED if it does
 // not fit.
 void memory_report(const Settings* settings, int running);
-// On the device that was chosen, before any rank of this machine takes memory: ends the run where `rank` needs more
-// than is free, with both numbers and the options with which it would fit.
-void memory_check(const Settings* settings, int rank);
+// On the device that was chosen: ends the run where this rank needs more memory than is free, with both numbers and the
+// options with which it would fit. Returns when all ranks have read the free memory: none takes any before.
+void memory_check(const Settings* settings, Ranks* world);

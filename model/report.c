@@ -46,6 +46,14 @@ static void report_muon(const ModelConfig* c, const RunConfig* r) {
              100 * muon / all, r->ranks > 1 && r->shard == SHARD_NONE ? " or --shard optimizer" : "");
 }
 
+void report_settings(const Settings* s) {
+    Settings usual = settings_defaults(s);
+    options_print(settings_table, settings_count, s, &usual);
+    settings_free(&usual);
+    printf("\n");
+    report_model(s);
+}
+
 void report_model(const Settings* s) {
     const ModelConfig* c = &s->model;
     const char *option, *folder = settings_folder(s, &option);

@@ -7,6 +7,8 @@
 #include "model/model.h"
 #include "model/settings.h"
 
+// The options that differ from their defaults, then report_model.
+void report_settings(const Settings* settings);
 // "15.71e9 parameters (2.66e9 active a token), 16.41e9 FLOPs a token"
 void report_model(const Settings* settings);
 // The training shards and the epochs of the run, and the tokenizer.

@@ -4,66 +4,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <zlib.h>
 
+#include "data/json.h"
 #include "device/check.h"
-#include "model/agree.h"
-#include "model/hub.h"
-
-// Whole windows of --val-tokens, at most those of the shards, and at least one.
-int64_t evaluate_windows(const Settings* s, const Shards* shards) {
-    return max_i64(min_i64(s->val_tokens / s->run.seq_len, shards_windows(shards)), 1);
-}
-
-Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokenizer, const Shards* train) {
-    Shards* shards = *s->val ? shards_open("--val", s->val, s->run.seq_len) : NULL;
-    if (shards && shards_mixture(shards)->count > 1)
-        die(EXIT_USAGE, "--val takes no weights: it is read in the order of its files, without a mixture");
-    const char* both = shards && train ? shards_shared(shards, train) : NULL;
-    if (both) warn("--train includes %s of --val: the validation loss is that of text that the model learns", both);
-    // A hash of 0 is a run without --val: all ranks must agree on that too.
-    agree_on_data(world, "--val", shards ? shards_sample(shards) : 0);
-    if (shards) evaluate_tokenizers("val", shards, s, tokenizer);
-    return shards;
-}
-
-// Ends the run where the tokenizer at `path` ("": none), which belongs to `option`, is another than the run's.
-static void check_tokenizer(const char* option, const char* path, const Settings* s, const Tokenizer* tokenizer) {
-    if (!*path || strcmp(path, s->tokenizer) == 0) return;
-    Tokenizer* other = tokenizer_open(path);
-    const char* differs = tokenizer_difference(other, tokenizer);
-    if (differs)
-        die(EXIT_USAGE, "--%s: the tokenizer %s is not %s, that of the run: %s; a model and all its data have one",
-            option, path,
-            *s->tokenizer               ? s->tokenizer
-            : tokenizer_size(tokenizer) ? "bytes, as without --tokenizer"
-                                        : "known without --tokenizer, as the ids go beyond 256",
-            differs);
-    tokenizer_close(other);
-}
-
-void evaluate_tokenizer(Ranks* world, const Settings* s, const Tokenizer* tokenizer, bool resumed) {
-    agree_on_data(world, "--tokenizer", tokenizer_hash(tokenizer));
-    const char *option, *folder = settings_folder(s, &option);
-    if (!folder || resumed) return;
-    check_tokenizer(option, tokenizer_of_folder(option, folder).text, s, tokenizer);
-    const int64_t hash = hub_tokenizer(folder);
-    if (hash && hash != tokenizer_hash(tokenizer))
-        die(EXIT_USAGE,
-            "--%s: the tokenizer of the model in %s is not %s, that of the run: its tokens or end of text differ; a "
-            "model and all its data have one",
-            option, folder, *s->tokenizer ? s->tokenizer : "bytes, as without --tokenizer");
-}
-
-void evaluate_tokenizers(const char* option, const Shards* shards, const Settings* s, const Tokenizer* tokenizer) {
-    const Path mark = path_of("_%s_", option);
-    Path last = {""};
-    for (int i = 0; i < shards_count(shards); i++) {
-        Path path = shards_tokenizer(shards_path(shards, i), mark.text, s->tokenizer);
-        if (strcmp(path.text, last.text) != 0) check_tokenizer(option, path.text, s, tokenizer);
-        last = path;
-    }
-}
 
 // A rank's part of a round of ranks * B sequences: *n sequences from `first` on. The ranks take batches in turns. One
 // that has none left computes the first sequence again, because others need its part of weights and experts, and counts
@@ -108,24 +51,6 @@ double evaluate_loss(Model* m, Shards* shards, int64_t windows) {
     device_download(&state, m->val_state, sizeof(state), m->ctx);
     free(ids);
     return state.loss_sum / (double)(windows * T);
-}
-
-// Bytes of text a target, on average. 0: some id has no text, so bits a byte are unknown.
-double evaluate_bytes(const Settings* s, Shards* shards, const Tokenizer* tokenizer) {
-    const int64_t T = s->run.seq_len, windows = evaluate_windows(s, shards);
-    int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
-    double bytes = 0;
-    bool known = true;
-    for (int64_t w = 0; w < windows && known; w++) {
-        shards_read(shards, w, (int32_t)s->model.V, ids, ids + T);
-        for (int64_t t = 0; t < T && known; t++) {
-            int length = 0;
-            known = tokenizer_decode(tokenizer, ids[T + t], &length) != NULL;
-            bytes += length;
-        }
-    }
-    free(ids);
-    return known ? bytes / (double)(windows * T) : 0;
 }
 
 // Puts the end of context and ending into a row of T inputs and targets. Returns the first target of the ending; its
@@ -245,60 +170,6 @@ ScoreRecord evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokeni
     score.normalised = (double)count_right(c, loss) / c->questions;
     free(loss);
     return score;
-}
-
-// Checks that every ending of a file fits into a window, and that file names differ: they name columns of the log.
-// Contexts that do not fit are counted in a warning.
-static void check_file(const Settings* s, const Choices* files, int n) {
-    const Choices* c = &files[n];
-    for (int64_t i = 0; i < c->count; i++)
-        if (c->list[i].ending_length > s->run.seq_len)
-            die(EXIT_USAGE, "--eval: %s: question %d has an ending of %ld tokens, more than --seq-len %ld", c->name,
-                c->list[i].question, c->list[i].ending_length, s->run.seq_len);
-    if (c->cut)
-        warn(
-            "--eval: %s: %d of %d questions are longer than a window of --seq-len %ld: their contexts lose the "
-            "beginning",
-            c->name, c->cut, c->questions, s->run.seq_len);
-    for (int i = 0; i < n; i++)
-        if (strcmp(files[i].name, c->name) == 0)
-            die(EXIT_USAGE, "--eval: two files are named %s, and so would be their columns in the log: rename one",
-                c->name);
-}
-
-Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokenizer, int* count) {
-    Choices* files = NULL;
-    uLong crc = 0;
-    *count = 0;
-    if (*s->eval && !tokenizer_size(tokenizer))
-        die(EXIT_USAGE, "--eval needs --tokenizer: the ids in the shards go beyond 256, so they are no bytes");
-    // An ending without context follows end of text, so the model must know this id.
-    if (*s->eval && tokenizer_eot(tokenizer) >= s->model.V)
-        die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", tokenizer_eot(tokenizer),
-            s->model.V);
-    if (*s->eval)
-        files = choices_open(s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), s->run.seq_len, count);
-    for (int i = 0; i < *count; i++) {
-        const Choice* last = &files[i].list[files[i].count - 1];  // its end is the end of the file
-        check_file(s, files, i);
-        if (files[i].tokenizer && files[i].tokenizer != tokenizer_hash(tokenizer))
-            die(EXIT_USAGE,
-                "--eval: %s was made with another tokenizer than %s, or another end of text: make it again by "
-                "scripts/prepare_eval.py with the --tokenizer and --eot of the training data",
-                files[i].name, *s->tokenizer ? s->tokenizer : "bytes");
-        for (const Choice* choice = files[i].list; choice <= last; choice++)
-            for (int64_t k = choice->ending; k < choice->ending + choice->ending_length; k++) {
-                int length;
-                if (!tokenizer_decode(tokenizer, files[i].ids[k], &length))
-                    die(EXIT_USAGE,
-                        "--eval: %s: token %d has no bytes in %s, and scores need the length of endings in bytes",
-                        files[i].name, files[i].ids[k], *s->tokenizer ? s->tokenizer : "bytes");
-            }
-        crc = crc32_z(crc, (const Bytef*)files[i].ids,
-                      (size_t)(last->ending + last->ending_length) * sizeof(files[i].ids[0]));
-    }
-    agree_on_data(world, "--eval", (uint32_t)crc);
-    return files;
 }
 
 void evaluate_questions(char** line, Model* m, const Choices* files, int count, const Tokenizer* tokenizer) {

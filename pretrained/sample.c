@@ -10,51 +10,6 @@
 
 enum { SAMPLE_STREAM = 0xFFFFFFFFu - 1 };  // apart from the streams of the weights (model/params.h)
 
-// Whether the first 64k tokens of the shards are bytes and their end of text alone.
-static bool are_bytes(const Shards* shards, const Settings* s) {
-    int64_t T = s->run.seq_len, windows = min_i64(shards_windows(shards), ceil_div(1 << 16, T)), largest = 0;
-    int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
-    for (int64_t i = 0; i < windows; i++) {
-        shards_read(shards, i, (int32_t)s->model.V, ids, ids + T);
-        for (int64_t t = 0; t < T; t++) largest = max_i64(largest, ids[t]);
-    }
-    free(ids);
-    return largest <= 256;
-}
-
-Tokenizer* sample_tokenizer(const Settings* s, const Shards* train) {
-    const bool known = *s->tokenizer || s->model.V <= 257 || (train && are_bytes(train, s));
-    return tokenizer_open(known ? s->tokenizer : NULL);
-}
-
-void sample_check(const Settings* s, const Tokenizer* tokenizer) {
-    if (!s->sample_every && !*s->sample) return;
-
-    // The tokenizer must fit the model's vocabulary and the shards.
-    int32_t size = tokenizer_size(tokenizer);
-    if (size > s->model.V)
-        die(EXIT_USAGE, "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld",
-            *s->tokenizer ? s->tokenizer : "bytes", size, s->model.V);
-    if (!size)
-        die(EXIT_USAGE, "samples need --tokenizer: the ids %s go beyond 256, so they are no bytes",
-            *s->sample ? "of the model" : "in the shards");
-
-    // A prompt is its bytes, so the tokenizer must be that of bytes.
-    Tokenizer* bytes = tokenizer_open("");
-    char* differs = *s->prompt ? tokenizer_difference(tokenizer, bytes) : NULL;
-    if (differs)
-        die(EXIT_USAGE,
-            "--prompt: samples take a prompt only where tokens are bytes (0 to 255, end of text 256), not with "
-            "--tokenizer %s; transformers loads the run's folder and takes any prompt (docs/running.md); --prompt= "
-            "samples without one",
-            s->tokenizer);
-    tokenizer_close(bytes);
-    const int64_t prompt = (int64_t)strlen(s->prompt);
-    if (prompt >= s->run.seq_len)
-        warn("--prompt has %ld tokens and an end of text before it, more than --seq-len %ld: its beginning is cut",
-             prompt, s->run.seq_len);
-}
-
 // Descending, for qsort.
 static int larger_first(const void* a, const void* b) {
     real x = *(const real*)a, y = *(const real*)b;

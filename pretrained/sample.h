@@ -1,17 +1,9 @@
 // Samples of text from the model, token by token.
 #pragma once
 
-#include "data/shards.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
 #include "model/settings.h"
-
-// The tokenizer of --tokenizer. Without one, tokens are bytes if none of the first in `train` is beyond 256 (NULL: if
-// the model has no other); else the tokenizer has no tokens.
-Tokenizer* sample_tokenizer(const Settings* settings, const Shards* train);
-// Ends the run before its first step if samples could not be made later, or would be no text. A prompt needs tokens
-// that are bytes.
-void sample_check(const Settings* settings, const Tokenizer* tokenizer);
 
 // The index at which the running sum of the weights exp(logit / temperature) reaches u of all of it, u in (0, 1). Only
 // the top_k largest weigh, of equal ones the first. temperature 0: the largest, of equal ones the first. Overwrites the

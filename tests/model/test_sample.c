@@ -84,7 +84,7 @@ static void a_blank_counts_no_byte(void) {
     Tokenizer* bytes = tokenizer_open("");
     int32_t ids[] = {'x', ' ', 'a', 'b', 'b'}, label[1];
     Choice list[2] = {{0, 0, 0, 1, 1, 2}, {0, 1, 0, 1, 3, 2}};
-    const Choices question = {(char*)"blank", 0, 1, 0, label, 2, list, ids};
+    const Choices question = {(char*)"blank", 0, 0, 1, 0, label, 2, list, ids};
     for (label[0] = 0; label[0] < 2; label[0]++) {
         const ScoreRecord score = evaluate_choices(m, &question, bytes);
         CHECK(score.accuracy == 1 - label[0] && score.normalised == label[0], "ending %d: accuracy %g, normalised %g",
