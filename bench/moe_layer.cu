@@ -124,17 +124,17 @@ static void bench(const Case& c) {
     const Ragged r = m.ragged;
     permute_plan(r, m.route.expert, m.route.gate, N, c.K, ctx);
     Rows rows, act;
-    const Sums sums = {t.rows.value, r, m.route.gate, NULL, 0};
-    auto gather = [&] { rows = rows_permute(t.rows, m.x, r, ctx); };
+    const Sums sums = {t.out_rows, r, m.route.gate, NULL, 0};
+    auto gather = [&] { rows = rows_permute(t.x_rows, m.x, r, ctx); };
     auto first = [&] {
-        act = grouped_forward_swiglu(t.act, m.h, rows_gathered(t.rows, m.x, NULL, 0, r, ctx), &w13, &w2, r, ctx);
+        act = grouped_forward_swiglu(t.a, m.h, rows_gathered(t.x_rows, m.x, NULL, 0, r, ctx), &w13, &w2, r, ctx);
     };
-    auto second = [&] { grouped_forward(t.rows.value, act, &w2, r, ctx); };
+    auto second = [&] { grouped_forward(t.out_rows, act, &w2, r, ctx); };
     auto sum = [&] { combine_receive(d, &m.route, &t.exchange, sums, y, 0, NULL, ctx); };
     row("**forward**", 3, [&] { first(), second(), sum(); });
     row("by row: x permuted", 0, gather);
     row("by row: W13", 2, [&] { grouped_forward(m.h, rows, &w13, r, ctx); });
-    row("by row: SwiGLU", 0, [&] { experts_swiglu_forward(t.act.value, m.h, r, F, ctx); });
+    row("by row: SwiGLU", 0, [&] { experts_swiglu_forward(t.a.value, m.h, r, F, ctx); });
     row("W13 with SwiGLU, x gathered", 2, first);
     row("W2", 1, second);
     row("weighted sum", 0, sum);
@@ -144,19 +144,19 @@ static void bench(const Case& c) {
     MoeBackwardBuffers b;
     moe_take_backward(pool, &b, &m, s);
     const Rows dy_here = {N, C, NULL, ROWS_VALUES_BY_TOKEN, dy, {NULL, NULL}},
-               gated = rows_of_values(b.act, r.capacity, F);
+               gated = rows_of_values(b.experts.a, r.capacity, F);
     Rows dy_rows = dy_here, dh, dh_wgrad;
-    const ExpertsBackward tensors = {b.dh, b.act, b.drow_gate, b.dact, m.h};
-    Sums sums_dx = {b.dact, r, NULL, b.drow_gate, 1};
+    const ExpertsBackward tensors = {b.experts.dh, b.experts.a, b.drow_gate, b.experts.da, m.h};
+    Sums sums_dx = {b.dx_rows, r, NULL, b.drow_gate, 1};
     auto dgrad2 = [&] {
-        dh = grouped_dgrad_swiglu(b.dh_quantized, &dh_wgrad, &sums_dx.gate_parts, tensors, b.dact, dy_rows, &w2, &w13,
-                                  r, ctx);
+        dh = grouped_dgrad_swiglu(b.dh_quantized, &dh_wgrad, &sums_dx.gate_parts, tensors, b.experts.da, dy_rows, &w2,
+                                  &w13, r, ctx);
     };
-    auto first_dgrad = [&] { dy_rows = rows_gathered(b.rows, dy_here, NULL, F, r, ctx), dgrad2(); };
-    auto dgrad13 = [&] { grouped_dgrad(b.dact, dh, &w13, r, ctx); };
+    auto first_dgrad = [&] { dy_rows = rows_gathered(b.dy_rows, dy_here, NULL, F, r, ctx), dgrad2(); };
+    auto dgrad13 = [&] { grouped_dgrad(b.dx_rows, dh, &w13, r, ctx); };
     auto sum_dx = [&] { combine_receive(d, &m.route, &b.exchange, sums_dx, dx, 0, b.dgate, ctx); };
-    auto wgrad2 = [&] { grouped_wgrad(&w2, dy_rows, b.rows, gated, b.dh_quantized, r, ctx); };
-    auto wgrad13 = [&] { grouped_wgrad(&w13, dh_wgrad, b.dh_quantized, m.x, b.rows, r, ctx); };
+    auto wgrad2 = [&] { grouped_wgrad(&w2, dy_rows, b.wgrad_dy, gated, b.wgrad_a, r, ctx); };
+    auto wgrad13 = [&] { grouped_wgrad(&w13, dh_wgrad, b.wgrad_dh, m.x, b.wgrad_x, r, ctx); };
     auto backward = [&] { first_dgrad(), dgrad13(), sum_dx(), wgrad2(), wgrad13(); };
     row("**backward**, dW in bf16", 6, backward);
     gradients_in_bf16(false);
@@ -169,20 +169,20 @@ static void bench(const Case& c) {
     row("x's rows, wgrad W13", 2, wgrad13);
 
     // The same by row, with kernels of their own, and by token whatever the width.
-    const ExpertsBackward by_row = {b.dh, b.act, b.drow_gate, b.dact, m.h};
-    row("by row: dy permuted", 0, [&] { dy_rows = rows_permute(b.rows, dy_here, r, ctx); });
-    row("by row: dgrad W2", 1, [&] { grouped_dgrad(b.dact, dy_rows, &w2, r, ctx); });
+    const ExpertsBackward by_row = {b.experts.dh, b.experts.a, b.drow_gate, b.experts.da, m.h};
+    row("by row: dy permuted", 0, [&] { dy_rows = rows_permute(b.dy_rows, dy_here, r, ctx); });
+    row("by row: dgrad W2", 1, [&] { grouped_dgrad(b.experts.da, dy_rows, &w2, r, ctx); });
     row("by row: SwiGLU backward", 0, [&] { experts_swiglu_backward(by_row, r, F, ctx); });
     row("by row: dgrad W2 with SwiGLU backward", 1, dgrad2);
     row("by row: wgrad W2", 1, wgrad2);
-    const Rows x_rows = rows_permute(b.rows, m.x, r, ctx);
-    row("by row: wgrad W13", 2, [&] { grouped_wgrad(&w13, dh_wgrad, b.dh_quantized, x_rows, b.rows, r, ctx); });
+    const Rows x_rows = rows_permute(b.x_rows, m.x, r, ctx);
+    row("by row: wgrad W13", 2, [&] { grouped_wgrad(&w13, dh_wgrad, b.wgrad_dh, x_rows, b.wgrad_x, r, ctx); });
     dy_rows = dy_here;
     row("by token: dgrad W2 with SwiGLU backward", 1, dgrad2);
     row("by token: wgrad W2", 1,
         [&] { grouped_gemm_wgrad_rounded(rounded2, dy, gated.value, DY_BY_TOKEN, r, F, C, ctx); });
     row("by token: wgrad W13", 2,
-        [&] { grouped_gemm_wgrad_rounded(rounded13, b.dh, m.x.value, X_BY_TOKEN, r, C, 2 * F, ctx); });
+        [&] { grouped_gemm_wgrad_rounded(rounded13, b.experts.dh, m.x.value, X_BY_TOKEN, r, C, 2 * F, ctx); });
 
     ctx_sync(ctx);
     dispatch_destroy(d);

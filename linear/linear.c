@@ -51,6 +51,19 @@ void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight
     linear_wgrads(&product, 1, N, ctx);
 }
 
+void linear_mlp_hidden(floatX* a, floatX* h, const floatX* x, const Weight* w13, int64_t N, Ctx* ctx) {
+    linear_forward(h, x, w13, N, ctx);
+    swiglu_forward(a, h, N, w13->OC / 2, ctx);
+}
+
+void linear_mlp_backward(floatX* dx, const floatX* dy, const floatX* x, const floatX* h, MlpBuffers t,
+                         const Weight* w13, const Weight* w2, int64_t N, Ctx* ctx) {
+    LinearGradient products[] = {{w2, dy, t.a, 0}, {w13, t.dh, x, 0}};
+    linear_dgrad(t.da, &products[0], N, 0, ctx);
+    linear_swiglu_backward(dx, t.dh, t.a, t.da, h, &products[1], N, ctx);
+    linear_wgrads(products, 2, N, ctx);
+}
+
 // --- grouped_: GEMMs of each expert's rows with its matrix ---
 
 void grouped_forward(floatX* y, Rows x, const Weight* w, Ragged r, Ctx* ctx) {

@@ -55,6 +55,17 @@ void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx);
 // dgrad, and wgrad of this weight alone.
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
 
+// A dense or shared MLP: h = x W13^T, a = swiglu(h), y = a W2^T. Forward keeps h. linear_mlp_hidden computes h and a,
+// and linear_forward the second product, so that other work can be queued between the two.
+void linear_mlp_hidden(floatX* a, floatX* h, const floatX* x, const Weight* w13, int64_t N, Ctx* ctx);
+// What the backward of an MLP writes besides dx: a again and its gradient (N, F), and the gradient of h (N, 2F).
+typedef struct MlpBuffers {
+    floatX *a, *da, *dh;
+} MlpBuffers;
+// dx, and the gradients of both weights.
+void linear_mlp_backward(floatX* dx, const floatX* dy, const floatX* x, const floatX* h, MlpBuffers buffers,
+                         const Weight* w13, const Weight* w2, int64_t N, Ctx* ctx);
+
 // x and dy are in the weight's format (rows_as), or values that grouped_ rounds, in place in forward. With SwiGLU they
 // may come from rows_gathered, else they are by row.
 void grouped_forward(floatX* y, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);

@@ -50,19 +50,14 @@ static void mla_backward(Model* m, const Weight* w, const BlockSaved* block) {
 // work.dnorm = gradient of norm2, from work.dx = gradient of the MLP's output
 static void mlp_backward(Model* m, const Unit* u, float aux) {
     BlockSaved* block = &m->blocks[u->layer];
-    Workspace* work = &m->work;
-    const int64_t N = m->shapes.N;
-    // A MoE block, or the MTP module.
-    if (u->kind != UNIT_DENSE) {
+    const Workspace* work = &m->work;
+    // Otherwise a MoE block, or the MTP module.
+    if (u->kind == UNIT_DENSE)
+        linear_mlp_backward(work->dnorm, work->dx, block->norm2, block->h, work->mlp, &u->w[MLP13], &u->w[MLP2],
+                            m->shapes.N, m->ctx);
+    else
         moe_backward(work->dnorm, work->dx, block->norm2, model_moe_weights(m, u), &block->moe, aux, m->shapes.moe,
                      m->dispatch, m->pool, m->ctx);
-        return;
-    }
-    // A dense block. work.act is computed again from h, so forward does not keep it.
-    LinearGradient products[] = {{&u->w[MLP2], work->dx, work->act, 0}, {&u->w[MLP13], work->dh, block->norm2, 0}};
-    linear_dgrad(work->dact, &products[0], N, 0, m->ctx);
-    linear_swiglu_backward(work->dnorm, work->dh, work->act, work->dact, block->h, &products[1], N, m->ctx);
-    linear_wgrads(products, 2, N, m->ctx);
 }
 
 // Both norms add to work.dx, because the residual stream goes around attention and MLP.

@@ -1,6 +1,5 @@
 // Forward of a block, and the final norm; begin at block_forward. Formulas and names: model/model.h.
 #include "layers/rmsnorm.h"
-#include "layers/swiglu.h"
 #include "model/block.h"
 
 // eps of the latents' norms, whatever the model's rms_norm_eps: DeepSeek's code and transformers' have it so.
@@ -51,10 +50,8 @@ static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
                     m->dispatch, m->pool, m->ctx);
         return;
     }
-    // A dense block. work.act is workspace: backward makes it again from h.
-    linear_forward(block->h, block->norm2, &u->w[MLP13], N, m->ctx);
-    swiglu_forward(m->work.act, block->h, N, m->config.dense_ffn, m->ctx);
-    linear_forward(out, m->work.act, &u->w[MLP2], N, m->ctx);
+    linear_mlp_hidden(m->work.mlp.a, block->h, block->norm2, &u->w[MLP13], N, m->ctx);
+    linear_forward(out, m->work.mlp.a, &u->w[MLP2], N, m->ctx);
 }
 
 // From norm1 on: attention, and the norm before the MLP.

@@ -144,9 +144,9 @@ static void plan_scratch(Arena* a, Model* m) {
     ARENA(a, "d residual stream", ELEMENT_X, N * c->C, 1, &work->dx);
     ARENA(a, "d norm", ELEMENT_X, N * c->C, 1, &work->dnorm);
     if (c->dense_layers) {
-        ARENA(a, "dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, &work->act);
-        ARENA(a, "d dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, &work->dact);
-        ARENA(a, "d dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, &work->dh);
+        ARENA(a, "dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, &work->mlp.a);
+        ARENA(a, "d dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, &work->mlp.da);
+        ARENA(a, "d dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, &work->mlp.dh);
     }
     // Attention.
     if (c->q_lora) {

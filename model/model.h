@@ -59,9 +59,9 @@ typedef struct Output {
 
 // Workspace of one block at a time, shared by all blocks.
 typedef struct Workspace {
-    floatX* out;              // (N, C): output of attention or MLP, before the residual add
-    floatX *act, *dact, *dh;  // (N, dense_ffn), (N, dense_ffn), (N, 2 dense_ffn)
-    floatX *dx, *dnorm;       // (N, C): gradient of the residual stream; of a norm's output
+    floatX* out;         // (N, C): output of attention or MLP, before the residual add
+    MlpBuffers mlp;      // of a dense block; forward uses `a` too
+    floatX *dx, *dnorm;  // (N, C): gradient of the residual stream; of a norm's output
     floatX *dq, *dcq, *dcq_norm, *dkva, *dckv, *dkv, *datt;
     floatX *joined, *djoined;    // (N, 2C): input of the MTP module's projection, and its gradient
     floatX* dembed;              // (N, C): gradient of the embeddings that the MTP module reads

@@ -41,9 +41,9 @@ static void plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* saved, MoeSha
     // Activation checkpointing: the hidden tensors are freed with the buffers.
     if (s.recompute) plan_hidden(a, saved, s);
     const Format* packed = format_packed(s.expert);
-    rows_plan(a, "routed rows", &t->rows, 1, packed, rows, max_i64(C, s.F));
-    rows_plan(a, "routed activation", &t->act, !packed, packed, rows, s.F);
-    if (s.shared_F) ARENA(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, &t->shared_act);
+    rows_plan(a, "routed rows", &t->x_rows, 1, packed, rows, max_i64(C, s.F));
+    rows_plan(a, "routed activation", &t->a, !packed, packed, rows, s.F);
+    if (s.shared_F) ARENA(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, &t->shared_a);
     dispatch_plan_buffers(a, &t->exchange, &saved->route, 1);
 }
 
@@ -55,12 +55,12 @@ static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* saved, MoeS
     memset(t, 0, sizeof(*t));
     if (s.recompute) plan_hidden(a, saved, s);
     // A packed wgrad reads its own copy of x and dy, so these need no values.
-    rows_plan(a, "routed rows", &t->rows, !wgrad, packed, rows, C);
-    rows_plan(a, "routed rows by channel", &t->channels, 0, wgrad, wgrad_rows, C);
+    rows_plan(a, "routed rows", &t->dy_rows, !wgrad, packed, rows, C);
+    rows_plan(a, "routed rows by channel", &t->wgrad_dy, 0, wgrad, wgrad_rows, C);
     // The shared MLP uses these buffers first, so each has the larger size.
-    ARENA(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, &t->dact);
-    ARENA(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, &t->act);
-    ARENA(a, "d hidden", ELEMENT_X, max_i64(wgrad_rows * 2 * F, N * 2 * sF), 1, &t->dh);
+    ARENA(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, &t->experts.da);
+    ARENA(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, &t->experts.a);
+    ARENA(a, "d hidden", ELEMENT_X, max_i64(wgrad_rows * 2 * F, N * 2 * sF), 1, &t->experts.dh);
     // Where a GEMM rounds its own copy: of dy, then of dh.
     rows_plan(a, "d hidden, quantized", &t->dh_quantized, s.expert && !packed, packed, wgrad_rows,
               format_of_rows(s.expert) ? 2 * F : max_i64(2 * F, C));
@@ -82,13 +82,21 @@ PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, Moe
     const PoolMark mark = pool_mark(pool);
     plan_forward(pool_table(pool), t, saved, s);
     pool_take_table(pool);
-    if (!t->act.value) t->act.value = t->rows.value;  // for statistics, before the outputs
+    t->out_rows = t->x_rows.value;
+    if (!t->a.value) t->a.value = t->x_rows.value;  // for statistics, before the outputs
     return mark;
 }
 
 void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* saved, MoeShape s) {
     plan_backward(pool_table(pool), t, saved, s);
     pool_take_table(pool);
+    // These have the memory of others. Each is written after the last use of the buffer that had the memory before.
+    t->shared = t->experts;                                 // shared, experts
+    t->dx_rows = t->experts.da;                             // da', dx
+    t->x_rows = t->dy_rows;                                 // x for W13 again, dy
+    if (!format_packed(s.wgrad)) t->wgrad_dy = t->dy_rows;  // dy, x for wgrad
+    t->wgrad_x = t->wgrad_dy;
+    t->wgrad_a = t->wgrad_dh = t->dh_quantized;  // dh for dgrad, gate * a, dh for wgrad
 }
 
 void moe_plan(Arena* pool, MoeShape s, int64_t blocks) {

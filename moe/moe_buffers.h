@@ -7,19 +7,21 @@
 // Rows have the memory that their format requires (linear/rows.h); `rows` in the comments is saved->ragged.capacity.
 typedef struct MoeForwardBuffers {
     AllToAll exchange;
-    Rows rows;           // (rows, max(C, F)): x, unless GEMMs gather it; then the experts' outputs
-    Rows act;            // (rows, F)
-    floatX* shared_act;  // (N, shared_F)
+    Rows x_rows;       // (rows, C), unless GEMMs gather x
+    Rows a;            // (rows, F)
+    floatX* out_rows;  // (rows, C): the experts' outputs
+    floatX* shared_a;  // (N, shared_F)
 } MoeForwardBuffers;
 
-// dact, act and dh serve the shared MLP first: (N, shared_F), (N, shared_F), (N, 2 shared_F).
+// Several of them share memory, one after the other (moe_take_backward).
 typedef struct MoeBackwardBuffers {
-    AllToAll exchange, again;  // all-to-all buffers of dy; of x with recompute
-    Rows rows;                 // (rows, C): x or dy, unless GEMMs gather it
-    Rows channels;             // packed wgrad: x or dy, quantized along tokens
-    floatX *dact, *act, *dh;  // (rows, max(C, F)): da', then dx; (rows, F): gate * a; (rows, 2F): dh, maybe column-wise
-    Rows dh_quantized;        // (rows, 2F): dh, quantized; packed wgrad: then gate * a or dh, along tokens
-    real *drow_gate, *dgate;  // (rows, parts), (N, K)
+    AllToAll exchange, again;                   // all-to-all buffers of dy; of x with recompute
+    MlpBuffers shared, experts;                 // the experts' `a` is gate * a, their da is da', dh may be column-wise
+    Rows x_rows, dy_rows;                       // (rows, C), unless GEMMs gather them; x with recompute
+    Rows dh_quantized;                          // (rows, 2F)
+    Rows wgrad_dy, wgrad_a, wgrad_dh, wgrad_x;  // operands that wgrad permutes, or quantizes along tokens
+    floatX* dx_rows;                            // (rows, C)
+    real *drow_gate, *dgate;                    // (rows, parts), (N, K)
 } MoeBackwardBuffers;
 
 static inline DispatchShape dispatch_shape(MoeShape s) {
