@@ -119,7 +119,6 @@ static void bench(const Case& c) {
     dispatch_counts(d, &m.route, ctx);
     const PoolMark mark = moe_take_forward(pool, &t, &m, s);
     dispatch_pack(d, &m.route, &t.exchange, x, &m.x, ctx);
-    dispatch_pack_choices(d, &m.route, &t.exchange, ctx);
     m.x = dispatch_receive(d, &m.route, &t.exchange, ctx);
     const Ragged r = m.ragged;
     permute_plan(r, m.route.expert, m.route.gate, N, c.K, ctx);

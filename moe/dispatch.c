@@ -1,7 +1,7 @@
+// Dispatch and combine over several ranks: the all-to-all, and what is done before and after it.
 #include "moe/dispatch.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "device/check.h"
 #include "moe/dispatch_windows.h"
@@ -9,7 +9,7 @@
 
 struct Dispatch {
     Pool* pool;
-    Comm* comm;  // NULL with one rank, and then the rest is unused
+    Comm* comm;
     real* overflow;
     Ctx* side_stream;
     Event *ready, *there;  // the inputs of an all-to-all are ready; the all-to-all is done
@@ -19,12 +19,12 @@ struct Dispatch {
 };
 
 Dispatch* dispatch_create(Comm* comm, Pool* pool, real* overflow, Ctx* ctx) {
+    if (!comm) return NULL;
+    // A stream for the all-to-all, its events, and host memory for the counts.
     Dispatch* d = (Dispatch*)host_alloc(sizeof(Dispatch));
+    ASSERT(comm_count(comm) <= DISPATCH_MAX_RANKS);
     d->pool = pool;
     d->overflow = overflow;
-    if (!comm) return d;
-    // Several ranks: a stream for the all-to-all, its events, and host memory for the counts.
-    ASSERT(comm_count(comm) <= DISPATCH_MAX_RANKS);
     d->comm = comm;
     d->side_stream = ctx_side(ctx, 0);
     d->ready = event_create();
@@ -34,12 +34,11 @@ Dispatch* dispatch_create(Comm* comm, Pool* pool, real* overflow, Ctx* ctx) {
 }
 
 void dispatch_destroy(Dispatch* d) {
-    if (d->comm) {
-        ctx_destroy(d->side_stream);
-        event_destroy(d->ready);
-        event_destroy(d->there);
-        fetch_destroy(d->counts);
-    }
+    if (!d) return;
+    ctx_destroy(d->side_stream);
+    event_destroy(d->ready);
+    event_destroy(d->there);
+    fetch_destroy(d->counts);
     free(d);
 }
 
@@ -50,13 +49,9 @@ size_t dispatch_workspace(DispatchShape s) {
 
 // --- Memory ---
 
-void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
-    memset(r, 0, sizeof(*r));
-    r->shape = s;
-    ARENA(a, "gates", ELEMENT_REAL, s.N * s.K, 1, &r->gate);
-    ARENA(a, "expert ids", ELEMENT_I32, s.N * s.K, 1, &r->expert);
-    if (s.ep == 1) return;
-    // Several ranks: the tokens sorted by rank. A token has at most one row for each rank.
+void several_plan_route(Arena* a, Route* r) {
+    // The tokens sorted by rank. A token has at most one row for each rank.
+    const DispatchShape s = r->shape;
     r->send.El = s.ep;
     r->send.capacity = ragged_capacity(s.N, s.K, s.ep, a->backend);
     ARENA(a, "rank starts", ELEMENT_I64, s.ep + 1, 0, &r->send.group_start);
@@ -66,12 +61,6 @@ void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
     if (s.windows) ARENA(a, "rows by rank", ELEMENT_I64, 2 * WINDOW_NUMBERS * s.ep, 0, &r->by_windows);
 }
 
-void dispatch_plan_x(Arena* a, Rows* x, const Route* r) {
-    // With one rank and no quantization the received x is x itself, without memory of its own.
-    const Format *format = received_format(r->shape), *packed = format_packed(format);
-    rows_plan(a, "received x", x, !packed && (format || r->shape.ep > 1), packed, r->received, r->shape.C);
-}
-
 // Rows before the all-to-all: packed in token order (N, C), then sorted by rank (send.capacity, C).
 static void plan_sent(Arena* a, AllToAll* t, const Route* r, int values, const Format* packed) {
     const DispatchShape s = r->shape;
@@ -79,24 +68,14 @@ static void plan_sent(Arena* a, AllToAll* t, const Route* r, int values, const F
     rows_plan(a, "sent rows", &t->sent, values, packed, r->send.capacity, s.C);
 }
 
-void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
+void several_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
     const DispatchShape s = r->shape;
     // The received rows: values that combine sums, in backward values of dy. Packed: rows that combine sends, dy, and
     // in forward an x that becomes values. x is else in dispatch_plan_x's memory.
-    const Format *format = received_format(s), *packed = format_packed(format);
-    const Format* arrives = !choices && packed ? packed : packed == s.dispatch ? NULL : s.dispatch;
-    memset(t, 0, sizeof(*t));
-    rows_plan(a, "received rows", &t->received, s.ep > 1 || s.combine || (!choices && format && !packed),
-              s.combine            ? s.combine
-              : s.ep > 1 || packed ? arrives
-                                   : NULL,
-              r->received, s.C);
-    if (s.ep == 1) {
-        t->received_expert = r->expert;
-        t->received_gate = r->gate;
-        return;
-    }
-    // combine_back unpacks into `sent`, so `sent` needs values as well as the bytes.
+    const Format* packed = format_packed(s.received);
+    const Format* arrives = !packed ? s.dispatch : choices ? NULL : packed;
+    rows_plan(a, "received rows", &t->received, 1, s.combine ? s.combine : arrives, r->received, s.C);
+    // Combined rows are unpacked in `sent`, so it needs values as well as the bytes.
     plan_sent(a, t, r, 1, s.combine ? s.combine : s.dispatch);
     ARENA(a, "sent gates", ELEMENT_REAL, r->send.capacity * s.K, 1, &t->sent_gate);
     ARENA(a, "received gates", ELEMENT_REAL, r->received * s.K, 1, &t->received_gate);
@@ -108,11 +87,10 @@ void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
 
 void dispatch_plan_again(Arena* a, AllToAll* t, const Route* r) {
     const DispatchShape s = r->shape;
-    memset(t, 0, sizeof(*t));
     if (s.ep == 1) return;
     plan_sent(a, t, r, !s.dispatch, s.dispatch);
     // dispatch_plan_x's memory has one form. Rows that arrive in the other one need their own.
-    const Format* packed = format_packed(received_format(s));
+    const Format* packed = format_packed(s.received);
     rows_plan(a, "received rows", &t->received, packed && !s.dispatch, packed ? NULL : s.dispatch, r->received, s.C);
 }
 
@@ -123,12 +101,11 @@ static double mean_ranks(DispatchShape s) {
     return s.ep * (1 - none);
 }
 
-void dispatch_expect(Route* r, Backend backend) {
+void several_expect(Route* r, Backend backend) {
     const DispatchShape s = r->shape;
-    const double capacity = s.ep == 1 ? 1 : s.capacity;
     // A rank receives a token once, even if it owns several of its experts. `choices` counts each of them.
-    r->received = min_i64((int64_t)(capacity * (double)s.N * mean_ranks(s)), s.ep * s.N);
-    r->choices = (int64_t)(capacity * (double)(s.N * s.K));
+    r->received = min_i64((int64_t)(s.capacity * (double)s.N * mean_ranks(s)), s.ep * s.N);
+    r->choices = (int64_t)(s.capacity * (double)(s.N * s.K));
     // With windows `send` keeps its largest size, so sorting cannot overflow.
     if (!s.windows) r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
 }
@@ -186,16 +163,9 @@ static void route_on_host(Dispatch* d, Route* r) {
     }
 }
 
-void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
+void several_counts(Dispatch* d, Route* r, Ctx* ctx) {
     const DispatchShape s = r->shape;
     const int64_t N = s.N, P = s.ep;
-    // One rank has every token and choice.
-    if (!d->comm) {
-        r->received = N;
-        r->choices = N * s.K;
-        return;
-    }
-
     // rank (N, P): the ranks of each token. own (P, 2): tokens and choices for each rank. all (P, P, 2): of all ranks.
     PoolMark mark = pool_mark(d->pool);
     int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(N * P) * sizeof(int32_t));
@@ -208,7 +178,7 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     if (!s.windows) fetch_begin(d->counts, all, ctx);
     permute_plan(r->send, rank, NULL, N, s.ep, ctx);
     if (s.windows) {
-        dispatch_expect(r, BACKEND);
+        several_expect(r, BACKEND);
         route_on_device(r, d->overflow, all, comm_index(d->comm), ctx);
     } else {
         route_on_host(d, r);
@@ -216,61 +186,35 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     pool_release(d->pool, mark);
 }
 
-static void dispatch_pack_sorted(Dispatch* d, const Route* r, AllToAll* t, Rows sorted, const Rows* kept) {
-    // The result is in kept's memory where it has any, so that backward finds it.
-    t->result = t->received;
-    if (kept && kept->value) t->result.value = kept->value;
-    if (kept && kept->bytes.q) t->result.bytes = kept->bytes;
-    t->result.count = r->received;
-    t->result.columns = sorted.columns;
-    // Rows arrive in the sender's format. With one rank they are the tokens themselves.
+void several_pack(Dispatch* d, const Route* r, AllToAll* t, Ctx* ctx) {
+    // Pack before the sort: a token that goes to several ranks is quantized once. Rows arrive in the sender's format.
+    const Rows sorted = rows_permute(t->sent, rows_pack(t->own, t->arrived, r->shape.dispatch, ctx), r->send, ctx);
     t->arrived = t->result;
     t->arrived.format = sorted.format;
-    if (d->comm)
-        pack_rows(d, t->arrived, sorted);
-    else
-        t->arrived = sorted;
-    t->arrived.form = rows_form(is_packed(sorted), 1);
+    t->arrived.form = sorted.form;
+    pack_rows(d, t->arrived, sorted);
 }
 
-void dispatch_pack(Dispatch* d, const Route* r, AllToAll* t, const floatX* x, const Rows* kept, Ctx* ctx) {
+void dispatch_start(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
     const DispatchShape s = r->shape;
-    Rows tokens = rows_of_values(x, s.N, s.C);
-    // Pack before the sort: a token that goes to several ranks is quantized once.
-    if (d->comm) tokens = rows_permute(t->sent, rows_pack(t->own, tokens, s.dispatch, ctx), r->send, ctx);
-    dispatch_pack_sorted(d, r, t, tokens, kept);
+    if (!d) return;
+    // Forward: the choices.
+    if (t->sent_expert) {
+        dispatch_choices(t->sent_expert, t->sent_gate, r->expert, r->gate, r->send, s.N, s.K, local_experts(s), ctx);
+        // Rows of windows that receive nothing have no expert (-1).
+        if (s.windows) device_fill(t->received_expert, 0xff, (size_t)(r->received * s.K) * sizeof(int32_t), ctx);
+        pack(d, t->received_expert, t->sent_expert, (size_t)s.K * sizeof(int32_t));
+        pack(d, t->received_gate, t->sent_gate, (size_t)s.K * sizeof(real));
+    }
+    exchange(d, r, 0, ctx);
 }
 
-void dispatch_pack_choices(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
-    const DispatchShape s = r->shape;
-    if (!d->comm) return;
-    dispatch_choices(t->sent_expert, t->sent_gate, r->expert, r->gate, r->send, s.N, s.K, local_experts(s), ctx);
-    // Rows of windows that receive nothing have no expert (-1).
-    if (s.windows) device_fill(t->received_expert, 0xff, (size_t)(r->received * s.K) * sizeof(int32_t), ctx);
-    pack(d, t->received_expert, t->sent_expert, (size_t)s.K * sizeof(int32_t));
-    pack(d, t->received_gate, t->sent_gate, (size_t)s.K * sizeof(real));
-}
-
-void dispatch_start(Dispatch* d, const Route* r, Ctx* ctx) {
-    if (d->comm) exchange(d, r, 0, ctx);
-}
-
-Rows dispatch_receive(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
-    if (d->comm) event_wait(d->there, ctx);
-    return rows_as(t->result, t->arrived, received_format(r->shape), ctx);
-}
-
-// The sums of the received tokens' rows, quantized if combine sends them so.
-static Rows sums_here(const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
-    const DispatchShape s = r->shape;
-    unpermute_rows(t->received.value, sums.rows, sums.gate, sums.ragged, r->received, s.K, s.C, 0, ctx);
-    return rows_pack(t->received, rows_of_values(t->received.value, r->received, s.C), s.combine, ctx);
-}
+void several_wait(Dispatch* d, Ctx* ctx) { event_wait(d->there, ctx); }
 
 void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
     const DispatchShape s = r->shape;
-    if (!d->comm) return;
-    pack_rows(d, t->sent, sums_here(r, t, sums, ctx));
+    if (!d) return;
+    pack_rows(d, t->sent, combine_sums(r, t, sums, ctx));
     // Backward: gradients of gates go back in the buffers of the gates.
     if (sums.drow_gate) {
         unpermute_gates(t->received_gate, sums.drow_gate, sums.gate_parts, sums.ragged, r->received, s.K, ctx);
@@ -279,27 +223,11 @@ void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx
     exchange(d, r, 1, ctx);
 }
 
-static Rows combine_back(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
-    // Row i of `sent` now has the partial sum of the rank that received row i.
-    const Format* packed = r->shape.combine;
-    event_wait(d->there, ctx);
-    return rows_as(t->sent, packed ? rows_packed(t->sent, packed) : t->sent, NULL, ctx);
-}
-
-void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, floatX* y, int accumulate, real* dgate,
-                     Ctx* ctx) {
+void several_combine(Dispatch* d, const Route* r, const AllToAll* t, floatX* y, int accumulate, real* dgate, Ctx* ctx) {
     const DispatchShape s = r->shape;
-    // Several ranks: add the partial sums of the ranks that own the token's experts.
-    if (d->comm) {
-        const floatX* back = combine_back(d, r, t, ctx).value;
-        unpermute_rows(y, back, NULL, r->send, s.N, s.ep, s.C, accumulate, ctx);
-        if (dgate) dispatch_choices_backward(dgate, t->sent_gate, r->expert, r->send, s.N, s.K, local_experts(s), ctx);
-        return;
-    }
-    // One rank: the sum is still quantized as combine would send it.
-    if (s.combine)
-        mx_dequantize(y, sums_here(r, t, sums, ctx).bytes, s.N, s.C, accumulate, ctx);
-    else
-        unpermute_rows(y, sums.rows, sums.gate, sums.ragged, s.N, s.K, s.C, accumulate, ctx);
-    if (dgate) unpermute_gates(dgate, sums.drow_gate, sums.gate_parts, sums.ragged, s.N, s.K, ctx);
+    several_wait(d, ctx);
+    // Row i of `sent` now has the partial sum of the rank that received row i. y adds them up.
+    const Rows back = rows_as(t->sent, s.combine ? rows_packed(t->sent, s.combine) : t->sent, NULL, ctx);
+    unpermute_rows(y, back.value, NULL, r->send, s.N, s.ep, s.C, accumulate, ctx);
+    if (dgate) dispatch_choices_backward(dgate, t->sent_gate, r->expert, r->send, s.N, s.K, local_experts(s), ctx);
 }

@@ -12,7 +12,7 @@
 // float32. Combine sends the sum back as floatX, and the sums of the ranks are added.
 //
 // Forward makes the route once. Backward reuses it: dispatch sends dy, and combine returns dx and the gates' gradients.
-// With one rank nothing is sent: `received` is x itself, and the rows are summed straight into y.
+// With one rank nothing is sent (moe/dispatch_one.c): `received` is x itself, and the rows are summed straight into y.
 //
 // The all-to-all runs on a stream of its own. Work that is queued on ctx between dispatch_start and dispatch_receive,
 // or between combine_send and combine_receive, overlaps with it.
@@ -35,7 +35,7 @@ typedef struct DispatchShape {
     int32_t E, K;            // experts of all ranks, choices a token
     int32_t ep;              // ranks of expert parallelism; E % ep == 0
     const Format* dispatch;  // of x and dy in dispatch: packed in it before they are sent
-    const Format* expert;    // if dispatch is floatX, received x and dy are quantized to this one
+    const Format* received;  // of received x and dy: that of dispatch, or quantized to it when they have arrived
     const Format* combine;   // of outputs and dx in combine: packed in it before they are sent back
     double capacity;         // capacity factor: memory is planned for this many times the mean load
     int32_t windows;         // 1: dispatch by windows (moe/dispatch_windows.h)
@@ -76,7 +76,8 @@ typedef struct Sums {
 } Sums;
 
 typedef struct Dispatch Dispatch;
-// comm: of ep ranks, NULL with one. overflow: see route_on_device; NULL if no shape has windows.
+// comm: of ep ranks. With one rank it is NULL, and so is the result. overflow: see route_on_device; NULL if no shape
+// has windows.
 Dispatch* dispatch_create(Comm* comm, Pool* pool, real* overflow, Ctx* ctx);
 void dispatch_destroy(Dispatch* dispatch);
 size_t dispatch_workspace(DispatchShape shape);
@@ -85,8 +86,8 @@ size_t dispatch_workspace(DispatchShape shape);
 void dispatch_plan_choices(Arena* arena, Route* route, DispatchShape shape);
 // Memory for the received x, from forward to backward. None where the received x is x itself.
 void dispatch_plan_x(Arena* arena, Rows* x, const Route* route);
-// Communication buffers of a pass: choices is 1 in forward, 0 in backward. With activation checkpointing backward sends
-// x a second time (dispatch_plan_again).
+// Communication buffers of a pass, into a zeroed AllToAll: choices is 1 in forward, 0 in backward. With activation
+// checkpointing backward sends x a second time (dispatch_plan_again).
 void dispatch_plan_buffers(Arena* arena, AllToAll* exchange, const Route* route, int choices);
 void dispatch_plan_again(Arena* arena, AllToAll* again, const Route* route);
 // Sets `received` and `choices` to the capacity factor times their means with evenly spread choices. Received tokens
@@ -96,12 +97,11 @@ void dispatch_expect(Route* route, Backend backend);
 // From route->expert: the rows to send to each rank and to receive from it, `received` and `choices`.
 void dispatch_counts(Dispatch* d, Route* route, Ctx* ctx);
 
-// Pack x and the choices for the next all-to-all, then start it. The received x is in the memory of `kept`, or in that
-// of `t` where `kept` has none or is NULL.
+// Packs x for the next all-to-all. The received x is in the memory of `kept`, or in that of `t` where `kept` has none
+// or is NULL. dispatch_start adds the choices, where t is planned with them, and starts it.
 void dispatch_pack(Dispatch* d, const Route* route, AllToAll* t, const floatX* x, const Rows* kept, Ctx* ctx);
-void dispatch_pack_choices(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
-void dispatch_start(Dispatch* d, const Route* route, Ctx* ctx);
-// The received tokens, in received_format: quantized before they were sent or here, as the shape requires.
+void dispatch_start(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
+// The received tokens, in the shape's format of them: quantized before they were sent or here.
 Rows dispatch_receive(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
 
 // combine_send sums the rows of each received token and starts the all-to-all back. combine_receive adds the sums of
@@ -111,5 +111,16 @@ void combine_receive(Dispatch* d, const Route* route, const AllToAll* t, Sums su
                      real* dgate, Ctx* ctx);
 
 static inline int32_t local_experts(DispatchShape s) { return s.E / s.ep; }
-// The format of received tokens.
-static inline const Format* received_format(DispatchShape s) { return s.dispatch ? s.dispatch : s.expert; }
+
+// --- For moe/dispatch_one.c, from moe/dispatch.c: the part of several ranks ---
+
+void several_plan_route(Arena* arena, Route* route);
+void several_plan_buffers(Arena* arena, AllToAll* exchange, const Route* route, int choices);
+void several_expect(Route* route, Backend backend);
+void several_counts(Dispatch* d, Route* route, Ctx* ctx);
+void several_pack(Dispatch* d, const Route* route, AllToAll* t, Ctx* ctx);  // t->arrived: the tokens, then their place
+void several_wait(Dispatch* d, Ctx* ctx);
+void several_combine(Dispatch* d, const Route* route, const AllToAll* t, floatX* y, int accumulate, real* dgate,
+                     Ctx* ctx);
+// For moe/dispatch.c: the sums of the received tokens' rows, quantized if combine sends them so.
+Rows combine_sums(const Route* route, const AllToAll* t, Sums sums, Ctx* ctx);

@@ -24,8 +24,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
     const PoolMark mark = moe_take_forward(pool, &t, saved, s);
     weight_measure(w.w13, STATS_X, s.dispatch ? s.dispatch : w.w13->format, x, N, s.router.C, ctx);
     dispatch_pack(d, route, &t.exchange, x, &saved->x, ctx);
-    dispatch_pack_choices(d, route, &t.exchange, ctx);
-    dispatch_start(d, route, ctx);
+    dispatch_start(d, route, &t.exchange, ctx);
     if (shared) linear_mlp_hidden(t.shared_a, saved->shared_h, x, w.shared13, N, ctx);
     saved->x = dispatch_receive(d, route, &t.exchange, ctx);
 
@@ -60,7 +59,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     weight_measure(w.w2, STATS_DY, s.dispatch ? s.dispatch : w.w2->format, dy, N, s.router.C, ctx);
     dispatch_pack(d, route, &t.exchange, dy, NULL, ctx);
     if (s.recompute) dispatch_pack(d, route, &t.again, x, &saved->x, ctx);
-    dispatch_start(d, route, ctx);
+    dispatch_start(d, route, &t.exchange, ctx);
     if (s.shared_F && s.recompute) linear_forward(saved->shared_h, x, w.shared13, N, ctx);
     if (s.shared_F) linear_mlp_backward(dx, dy, x, saved->shared_h, t.shared, w.shared13, w.shared2, N, ctx);
     const Rows dy_here = dispatch_receive(d, route, &t.exchange, ctx);

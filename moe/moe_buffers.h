@@ -25,8 +25,16 @@ typedef struct MoeBackwardBuffers {
 } MoeBackwardBuffers;
 
 static inline DispatchShape dispatch_shape(MoeShape s) {
-    DispatchShape d = {s.router.N, s.router.C, s.router.E, s.router.K, s.ep, s.dispatch, format_of_rows(s.expert),
-                       s.combine,  s.capacity, s.windows};
+    DispatchShape d = {s.router.N,
+                       s.router.C,
+                       s.router.E,
+                       s.router.K,
+                       s.ep,
+                       s.dispatch,
+                       s.dispatch ? s.dispatch : format_of_rows(s.expert),
+                       s.combine,
+                       s.capacity,
+                       s.windows};
     return d;
 }
 
