@@ -3,19 +3,47 @@
 // elements, one of W for a tile of 128 x 128: one quantization of W serves forward and dgrad.
 #include "linear/quantized.h"
 
+#include <math.h>
+
 #include "device/check.h"
 #include "grouped/grouped_gemm.h"
 #include "layers/matmul.h"
+#include "mx/formats.h"
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mx_stats.h"
 #include "mx/mx_swiglu.h"
 
+// --- Formats ---
+
+// The format of dispatch or wgrad: if it is MXFP8, that of the GEMMs with the same operands, if these are MXFP8 too.
+// Bytes that no GEMM reads have the exact format's blocks of 32.
+static const Format* format_like(int64_t id, const Format* gemms, int64_t scale_rule) {
+    if (id != FORMAT_MXFP8) return format_of_id(id, scale_rule);
+    return format_of_rows(gemms) ? gemms : format_of_id(FORMAT_MXFP8_EXACT, scale_rule);
+}
+
+Formats formats_of(int64_t linear, int64_t expert, int64_t dispatch, int64_t combine, int64_t wgrad,
+                   int64_t scale_rule) {
+    Formats f = {.gemm = {NULL, format_of_id(linear, scale_rule), format_of_id(expert, scale_rule)}};
+    f.wgrad[LINEAR] = f.gemm[LINEAR] ? format_like(wgrad, f.gemm[LINEAR], scale_rule) : NULL;
+    f.wgrad[EXPERT] = format_like(wgrad, f.gemm[EXPERT], scale_rule);
+    f.dispatch = format_like(dispatch, f.gemm[EXPERT], scale_rule);
+    f.combine = format_like(combine, NULL, scale_rule);
+    f.any = linear || expert || wgrad;
+    f.packed = format_packed(f.gemm[LINEAR]) || format_packed(f.gemm[EXPERT]);
+    return f;
+}
+
+const Format* format_in_block(const Format* f, int64_t layer, int64_t L) {
+    return f && f->bf16_blocks > 0 && layer >= L - lround(f->bf16_blocks * (double)L) ? NULL : f;
+}
+
 // --- Memory, and quantization of weights ---
 
-void weight_plan(Arena* a, Weight* w, int linear) {
+void weight_plan(Arena* a, Weight* w, int64_t group) {
     const int64_t n = w->count * w->OC * w->IC;
     const Format* packed = format_packed(w->format);
-    const char* name = linear ? "dense weights, quantized" : "expert weights, quantized";
+    const char* name = group ? "dense weights, quantized" : "expert weights, quantized";
     WeightCopy* copies[2] = {&w->forward, &w->back};
     if (!w->format) return;
 
@@ -28,11 +56,16 @@ void weight_plan(Arena* a, Weight* w, int linear) {
     if (packed) ARENA(a, name, ELEMENT_BYTE, w->count * mx_tiles(w->OC) * mx_tiles(w->IC), 0, &w->forward.packed.scale);
 
     // The shared workspace grows to the largest need of a weight.
-    if (!linear) return;
+    if (!group) return;
     GemmWorkspace* workspace = w->workspace;
     workspace->format = w->format;
     workspace->inputs = max_i64(workspace->inputs, max_i64(w->OC, w->IC));
-    if (w->wgrad) workspace->wgrad = w->wgrad;
+    if (!w->wgrad) return;
+    workspace->wgrad = w->wgrad;
+    if (workspace->group != group) workspace->dy_of_group = workspace->x_of_group = 0;
+    workspace->group = group;
+    workspace->of_dy = max_i64(workspace->of_dy, workspace->dy_of_group += w->OC);
+    workspace->of_x = max_i64(workspace->of_x, workspace->x_of_group += w->IC);
 }
 
 // A batch: its tokens as one group of the grouped GEMM, which on the GPU ends at a multiple of 128, beyond the tokens

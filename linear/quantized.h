@@ -13,19 +13,35 @@
 
 #include "linear/linear.h"
 
+// The GEMMs whose operands are quantized together, by --linear-precision or --expert-precision.
+typedef enum { NEVER, LINEAR, EXPERT, QUANTIZED_BYS } QuantizedBy;
+
+// The formats of a model's tensors, NULL where they are floatX.
+typedef struct Formats {
+    const Format *gemm[QUANTIZED_BYS], *wgrad[QUANTIZED_BYS];  // of the operands of forward and dgrad; of wgrad
+    const Format *dispatch, *combine;                          // as in DispatchShape (moe/dispatch.h)
+    int any, packed;                                           // 1: of a GEMM; packed, of forward and dgrad
+} Formats;
+// From a FormatId for each, and an MxScale (mx/formats.h).
+Formats formats_of(int64_t linear, int64_t expert, int64_t dispatch, int64_t combine, int64_t wgrad,
+                   int64_t scale_rule);
+// The format in block `layer` of L blocks: floatX where the recipe leaves the last blocks in it. The MTP module is L.
+const Format* format_in_block(const Format* format, int64_t layer, int64_t L);
+
 // The workspace that all quantized GEMMs of a model share.
 struct GemmWorkspace {
-    int64_t inputs;                // the widest x or dy
-    int64_t of_dy, of_x;           // quantized wgrad: the columns of all operands that are quantized together
-    const Format *format, *wgrad;  // of the weights of linear_; NULL: floatX
-    Rows input;                    // x or dy, quantized
-    Rows dy, x;                    // quantized wgrad: operands, quantized along the tokens
-    int64_t dy_used;               // columns of `dy` that hold a gradient for the next linear_wgrads
-    struct Batch* batches;         // in device memory
-    uint64_t key;                  // of the step's random numbers
-    int64_t before;                // batches of the step, on all ranks, before the next linear_batch
-    int batch;                     // the current one
-    QuantizationStats* stats;      // +=: WEIGHT_STATS for each weight, in the order of streams; NULL: not measured
+    int64_t inputs;                          // the widest x or dy
+    int64_t of_dy, of_x;                     // quantized wgrad: the columns of all operands that are quantized together
+    int64_t group, dy_of_group, x_of_group;  // weight_plan: the group of the last weight, and its columns so far
+    const Format *format, *wgrad;            // of the weights of linear_; NULL: floatX
+    Rows input;                              // x or dy, quantized
+    Rows dy, x;                              // quantized wgrad: operands, quantized along the tokens
+    int64_t dy_used;                         // columns of `dy` that hold a gradient for the next linear_wgrads
+    struct Batch* batches;                   // in device memory
+    uint64_t key;                            // of the step's random numbers
+    int64_t before;                          // batches of the step, on all ranks, before the next linear_batch
+    int batch;                               // the current one
+    QuantizationStats* stats;  // +=: WEIGHT_STATS for each weight, in the order of streams; NULL: not measured
 };
 
 // The operands that --mx-stats measures: x, dy, and W as forward reads it.
@@ -36,9 +52,10 @@ enum { WEIGHT_STREAMS = 1 << 12 };
 
 // --- For models, also of weights without a format ---
 
-// Registers a weight's quantized copies in `arena`. linear_plan follows after all weights (linear 1: a weight of
-// linear_). It registers the shared workspace for GEMMs of up to N tokens, and the token counts of `batches` batches.
-void weight_plan(Arena* arena, Weight* weight, int linear);
+// Registers a weight's quantized copies in `arena`. group: 0 for a weight of grouped_; weights of linear_ that follow
+// one another with the same group are in one linear_wgrads. linear_plan comes after all weights. It registers the
+// shared workspace for GEMMs of up to N tokens, and the token counts of `batches` batches.
+void weight_plan(Arena* arena, Weight* weight, int64_t group);
 void linear_plan(Arena* arena, GemmWorkspace* workspace, int64_t N, int batches);
 // Rows of a buffer for an operand of grouped_wgrad, which may have more than the ragged rows.
 int64_t grouped_wgrad_rows(const Format* wgrad, int64_t rows, int32_t El, Backend backend);

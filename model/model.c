@@ -1,7 +1,6 @@
 // Memory of a model: plan, allocation, release.
 #include "model/model.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,27 +10,8 @@
 #include "layers/matmul.h"
 #include "layers/rmsnorm.h"
 #include "model/windows.h"
-#include "mx/formats.h"
 #include "mx/mx_check.h"
 #include "parallel/slices.h"
-
-// The format of dispatch or wgrad: if it is MXFP8, that of the GEMMs with the same operands, if these are MXFP8 too.
-// Bytes that no GEMM reads have the exact format's blocks of 32.
-static const Format* format_like(int64_t precision, const Format* gemms, const RunConfig* s) {
-    if (precision == FORMAT_MXFP8 && !format_of_rows(gemms)) precision = FORMAT_MXFP8_EXACT;
-    return precision == FORMAT_MXFP8 ? gemms : format_of_id(precision, s->scale_rule);
-}
-
-// The format in a unit: floatX where the recipe leaves the last blocks in it, and in the MTP module.
-static const Format* format_in(const Format* f, const Unit* u, const ModelConfig* c) {
-    return f && f->bf16_blocks > 0 && u->layer >= c->L - lround(f->bf16_blocks * (double)c->L) ? NULL : f;
-}
-
-// The format whose packed form the model's GEMMs read; NULL: they read values.
-static const Format* packed_format(const Model* m) {
-    const Format* expert = format_packed(m->shapes.moe.expert);
-    return expert ? expert : format_packed(m->gemms.format);
-}
 
 void model_shapes(Model* m, int module) {
     const ModelConfig* c = &m->config;
@@ -50,50 +30,26 @@ void model_shapes(Model* m, int module) {
     const int32_t score = (int32_t)c->score, norm = (int32_t)c->route_norm, forced = (int32_t)s->force_balance;
     const RouterShape router = {N, T, c->C, E, K, groups, top, score, norm, (float)c->route_scale, forced};
     m->shapes.moe.router = router;
-
-    // Experts, and the formats of their tensors.
-    MoeShape* moe = &m->shapes.moe;
-    moe->F = c->F;
-    moe->shared_F = c->shared * c->F;
-    moe->ep = m->layout.ep;
-    moe->recompute = s->recompute != RECOMPUTE_NONE;
-    moe->expert = format_of_id(s->expert_precision, s->scale_rule);
-    moe->dispatch = format_like(s->dispatch_precision, moe->expert, s);
-    moe->combine = format_like(s->combine_precision, NULL, s);
-    moe->wgrad = format_like(s->wgrad_precision, moe->expert, s);
 }
 
-// The formats of a unit's matmuls, and memory for its quantized weights.
-static void plan_weights(Model* m, Unit* u) {
-    const RunConfig* s = &m->run;
+// The weights of a unit as GEMMs take them, and memory for quantized copies.
+static void plan_weights(Model* m, int unit) {
+    Unit* u = &m->units[unit];
     Param list[PARAMS];
     const int count = params_list(list, &m->config, u->kind);
-    int64_t of_dy[2] = {0, 0}, of_x[2] = {0, 0};  // of attention, of the MLP: their gradients are computed together
     for (int i = 0; i < count; i++) {
-        const int mlp = list[i].id == MLP13 || list[i].id == MLP2;
-        Weight* w = &u->w[list[i].id];
+        const Param* p = &list[i];
+        const int mlp = p->id == MLP13 || p->id == MLP2, expert = param_buffer(p->id) == EXPERT_PARAMS;
+        Weight* w = &u->w[p->id];
         w->workspace = &m->gemms;
+        w->format = format_in_block(m->formats.gemm[p->quantized_by], u->layer, m->config.L);
+        w->wgrad = format_in_block(m->formats.wgrad[p->quantized_by], u->layer, m->config.L);
         // An expert's number follows in the lowest bits.
-        w->stream = (uint32_t)(u->layer * PARAMS + (int)list[i].id) * 2 * WEIGHT_STREAMS;
-        if (list[i].quantized_by == LINEAR) {
-            w->format = format_of_id(s->linear_precision, s->scale_rule);
-            if (w->format) w->wgrad = format_like(s->wgrad_precision, w->format, s);
-            if (w->wgrad) {
-                of_dy[mlp] += w->OC;
-                of_x[mlp] += w->IC;
-            }
-        }
-        if (list[i].quantized_by == EXPERT) {
-            w->format = m->shapes.moe.expert;
-            w->wgrad = m->shapes.moe.wgrad;
-            w->stream += (uint32_t)(m->layout.rank % m->layout.ep * w->count);
-        }
-        w->format = format_in(w->format, u, &m->config);
-        w->wgrad = format_in(w->wgrad, u, &m->config);
-        weight_plan(&m->arena[IN_PARAMS], w, list[i].quantized_by == LINEAR);
+        w->stream = (uint32_t)(u->layer * PARAMS + (int)p->id) * 2 * WEIGHT_STREAMS;
+        if (expert) w->stream += (uint32_t)(m->layout.rank % m->layout.ep * w->count);
+        // The gradients of attention are computed together, and so are those of a dense or shared MLP.
+        weight_plan(&m->arena[IN_PARAMS], w, expert ? 0 : 1 + 2 * unit + mlp);
     }
-    m->gemms.of_dy = max_i64(m->gemms.of_dy, max_i64(of_dy[0], of_dy[1]));
-    m->gemms.of_x = max_i64(m->gemms.of_x, max_i64(of_x[0], of_x[1]));
 }
 
 // Addresses of each weight and its gradient, whole or in a slot (parallel/sharding.h).
@@ -190,7 +146,7 @@ static void plan_params(Model* m) {
     m->sharding = sharding_plan_slots(params, buffers, units);
     free(buffers);
     // Quantized copies of the weights, and the optimizer's workspace.
-    for (int u = 0; u < units; u++) plan_weights(m, &m->units[u]);
+    for (int u = 0; u < units; u++) plan_weights(m, u);
     if (m->layout.muon && !m->layout.frozen) muon_plan(&m->muon, m->units, &m->config, m->layout.ranks, params);
 }
 
@@ -220,17 +176,13 @@ static void plan_activations(Model* m) {
 // Workspace of a block, and the pool of the MoE blocks. Logits are computed in chunks of whole tiles of 128 tokens: 16
 // MiB on the CPU, which stay near the caches, 512 MiB on the GPU.
 static void plan_workspace(Model* m, Backend backend) {
-    const RunConfig* s = &m->run;
     const ModelConfig* c = &m->config;
     Arena* scratch = &m->arena[IN_SCRATCH];
     const int64_t N = m->shapes.N, moe_blocks = config_blocks(c) - c->dense_layers;
     const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
     m->work.chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
-    if (s->linear_precision || s->expert_precision || s->wgrad_precision)
-        linear_plan(scratch, &m->gemms, N, 1 + (int)c->mtp);
-    m->shapes.moe.windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && moe_blocks > 0;
-    m->shapes.moe.capacity = s->capacity;
+    if (m->formats.any) linear_plan(scratch, &m->gemms, N, 1 + (int)c->mtp);
     if (moe_blocks > 0) moe_plan(&m->arena[IN_POOL], m->shapes.moe, moe_blocks);
 }
 
@@ -272,6 +224,22 @@ void model_plan(Model* m, const ModelConfig* c, const RunConfig* s, int rank, Ba
                            .bf16_moments = (int)s->moments,
                            .muon = s->optimizer == MUON};
     m->layout = layout;
+    // Formats, and the part of the shapes that no micro-batch changes.
+    const ModelConfig* c = &m->config;
+    const Formats f = formats_of(s->linear_precision, s->expert_precision, s->dispatch_precision, s->combine_precision,
+                                 s->wgrad_precision, s->scale_rule);
+    const MoeShape moe = {.F = c->F,
+                          .shared_F = c->shared * c->F,
+                          .ep = layout.ep,
+                          .recompute = s->recompute != RECOMPUTE_NONE,
+                          .dispatch = f.dispatch,
+                          .expert = f.gemm[EXPERT],
+                          .combine = f.combine,
+                          .wgrad = f.wgrad[EXPERT],
+                          .capacity = s->capacity,
+                          .windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && c->dense_layers < config_blocks(c)};
+    m->formats = f;
+    m->shapes.moe = moe;
     m->shapes.B = s->batch;
     m->shapes.window = s->seq_len;
     model_shapes(m, 0);
@@ -337,7 +305,7 @@ Model* model_create(const ModelConfig* c, const RunConfig* s, Ranks* world) {
     model_plan(m, c, s, world ? ranks_index(world) : 0, BACKEND);
     m->ranks = world;
     m->ctx = ctx_create(model_workspace(m));
-    if (packed_format(m)) mx_check(m->ctx);
+    if (m->formats.packed) mx_check(m->ctx);
     for (int i = 0; i < ARENAS; i++)
         if (i != IN_POOL) arena_allocate(&m->arena[i]);
     for (int64_t l = 0; l < config_blocks(&m->config) && s->recompute == RECOMPUTE_BLOCK; l++) {
@@ -409,5 +377,5 @@ const char* model_unreplayed(const Model* m) {
     const RunConfig* s = &m->run;
     if (s->graph == GRAPH_OFF) return "--graph off";
     if (m->layout.ranks > 1) return "with several ranks every transfer is watched";
-    return graph_refusal(packed_format(m) != NULL, m->ctx);
+    return graph_refusal(m->formats.packed, m->ctx);
 }

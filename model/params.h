@@ -40,8 +40,7 @@ typedef enum ParamId {
 } ParamId;
 
 typedef enum { UNIT_EMBED, UNIT_DENSE, UNIT_MOE, UNIT_HEAD, UNIT_MODULE } UnitKind;
-typedef enum { NORMAL, RESIDUAL, ONE } ParamStart;   // params_init_unit
-typedef enum { NEVER, LINEAR, EXPERT } QuantizedBy;  // by --linear-precision, by --expert-precision
+typedef enum { NORMAL, RESIDUAL, ONE } ParamStart;  // params_init_unit
 
 typedef struct Param {
     ParamId id;
