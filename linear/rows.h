@@ -18,13 +18,9 @@ typedef struct Rows {
 } Rows;
 
 static inline int is_packed(Rows rows) { return rows.form >= ROWS_PACKED; }
-static inline int is_by_token(Rows rows) {
-    return rows.form == ROWS_VALUES_BY_TOKEN || rows.form == ROWS_PACKED_BY_TOKEN;
-}
-static inline RowsForm rows_form(int packed, int by_token) {
-    if (packed) return by_token ? ROWS_PACKED_BY_TOKEN : ROWS_PACKED;
-    return by_token ? ROWS_VALUES_BY_TOKEN : ROWS_VALUES;
-}
+// Forms by row and by token take turns.
+static inline int is_by_token(Rows rows) { return rows.form % 2; }
+static inline RowsForm rows_form(int packed, int by_token) { return (RowsForm)(2 * packed + by_token); }
 
 static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t columns) {
     Rows rows = {count, columns, NULL, ROWS_VALUES, (floatX*)x, {NULL, NULL}};

@@ -25,11 +25,23 @@ void model_shapes(Model* m, int module) {
     const AttnShape attn = {B, T, c->H, c->nope, c->rope, c->v, c->kv_lora + c->rope, (float)config_softmax_scale(c)};
     m->shapes.attention = attn;
 
-    // Router, in the order of its struct, which kernels take.
+    // Router and MoE block, in the order of their structs.
     const int32_t E = (int32_t)c->E, K = (int32_t)c->K, groups = (int32_t)c->groups, top = (int32_t)c->top_groups;
     const int32_t score = (int32_t)c->score, norm = (int32_t)c->route_norm, forced = (int32_t)s->force_balance;
     const RouterShape router = {N, T, c->C, E, K, groups, top, score, norm, (float)c->route_scale, forced};
-    m->shapes.moe.router = router;
+    const Formats* f = &m->formats;
+    const MoeShape moe = {router,
+                          c->F,
+                          c->shared * c->F,
+                          m->layout.ep,
+                          s->recompute != RECOMPUTE_NONE,
+                          f->dispatch,
+                          f->gemm[EXPERT],
+                          f->combine,
+                          f->wgrad[EXPERT],
+                          m->shapes.moe.capacity,
+                          m->shapes.moe.windows};
+    m->shapes.moe = moe;
 }
 
 // The weights of a unit as GEMMs take them, and memory for quantized copies.
@@ -144,7 +156,6 @@ static void plan_params(Model* m) {
         }
     }
     m->sharding = sharding_plan_slots(params, buffers, units);
-    free(buffers);
     // Quantized copies of the weights, and the optimizer's workspace.
     for (int u = 0; u < units; u++) plan_weights(m, u);
     if (m->layout.muon && !m->layout.frozen) muon_plan(&m->muon, m->units, &m->config, m->layout.ranks, params);
@@ -224,22 +235,13 @@ void model_plan(Model* m, const ModelConfig* c, const RunConfig* s, int rank, Ba
                            .bf16_moments = (int)s->moments,
                            .muon = s->optimizer == MUON};
     m->layout = layout;
-    // Formats, and the part of the shapes that no micro-batch changes.
+    // Formats and shapes.
     const ModelConfig* c = &m->config;
     const Formats f = formats_of(s->linear_precision, s->expert_precision, s->dispatch_precision, s->combine_precision,
                                  s->wgrad_precision, s->scale_rule);
-    const MoeShape moe = {.F = c->F,
-                          .shared_F = c->shared * c->F,
-                          .ep = layout.ep,
-                          .recompute = s->recompute != RECOMPUTE_NONE,
-                          .dispatch = f.dispatch,
-                          .expert = f.gemm[EXPERT],
-                          .combine = f.combine,
-                          .wgrad = f.wgrad[EXPERT],
-                          .capacity = s->capacity,
-                          .windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && c->dense_layers < config_blocks(c)};
     m->formats = f;
-    m->shapes.moe = moe;
+    m->shapes.moe.capacity = s->capacity;
+    m->shapes.moe.windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && c->dense_layers < config_blocks(c);
     m->shapes.B = s->batch;
     m->shapes.window = s->seq_len;
     model_shapes(m, 0);

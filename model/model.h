@@ -88,7 +88,7 @@ typedef struct Shapes {
 // Hyperparameters of a step, in device memory so that a captured CUDA graph reads new values.
 typedef struct StepInputs {
     AdamW adamw;
-    Muon muon, expert_muon;  // of the experts: --muon-expert-steps times the rate
+    Muon muon[BUFFERS];  // of the experts: --muon-expert-steps times the rate
 } StepInputs;
 
 // A training step: hyperparameters, results and counters in device memory, then the host's own numbers.
@@ -99,7 +99,7 @@ typedef struct Step {
     int64_t* margins;          // (L + mtp, MARGIN_BINS, E): histograms; only with --balance quantile
     QuantizationStats* stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
     int first;                 // 1: its first micro-step
-    int experts_wait;          // 1: Muon updates only the momentum of the experts
+    int waits[BUFFERS];        // 1: Muon updates only the momentum (of the experts)
     int late;                  // 1: the MTP loss weight is already MTP_WEIGHT_END
     float mtp_weight;          // weight of the MTP loss
 } Step;

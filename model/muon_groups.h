@@ -11,7 +11,7 @@ typedef struct MuonGroup {
     int64_t at_once;               // that are orthogonalized in one call
 } MuonGroup;
 
-// The groups, and buffers that the update uses (model/update_muon.c).
+// The groups, and buffers that the update uses (model/update_muon.h).
 typedef struct MuonMemory {
     MuonGroup* groups;  // NULL without Muon
     int group_count;

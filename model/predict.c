@@ -48,8 +48,7 @@ static void add_param(double t[TIMES], const Model* m, const Unit* u, const Para
     // Products. Activation checkpointing repeats forward, but not the last products of a block.
     const int last = p->id == LM_HEAD || p->id == W2 || p->id == MLP2, block = s->recompute == RECOMPUTE_BLOCK;
     const int again = block ? !last : s->recompute == RECOMPUTE_MOE && up && u->kind != UNIT_DENSE;
-    const int64_t precision = routed ? s->expert_precision : s->linear_precision;
-    const int packed = p->quantized_by != NEVER && precision == FORMAT_MXFP8;
+    const int packed = format_packed(w->format) != NULL;
     if (p->start != ONE && p->id != EMBED) {
         const double bf16 = routed ? GROUPED : DENSE, wgrad = s->wgrad_precision ? PACKED : bf16;
         const double rate = packed ? 3 / (2 / PACKED + 1 / wgrad) : bf16;

@@ -12,8 +12,7 @@ void model_step_begin(Model* m, int64_t step) {
     const float muon_lr = (float)run_muon_lr(s, step);
     const StepInputs inputs = {
         {(float)run_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->weight_decay, (float)s->clip},
-        {muon_lr, (float)s->weight_decay},
-        {muon_lr * (float)s->muon_expert_steps, (float)s->weight_decay}};
+        {{muon_lr, (float)s->weight_decay}, {muon_lr * (float)s->muon_expert_steps, (float)s->weight_decay}}};
     const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
     const double weight = run_mtp_weight(s, step);
     // Hyperparameters go to device memory, where a replayed graph reads them.
@@ -22,7 +21,7 @@ void model_step_begin(Model* m, int64_t step) {
     m->step.late = weight != s->mtp_weight;
     m->step.mtp_weight = (float)weight;
     m->step.first = 1;
-    m->step.experts_wait = step % s->muon_expert_steps != 0;
+    m->step.waits[EXPERT_PARAMS] = step % s->muon_expert_steps != 0;
     // Random numbers of the step. Each rank takes one batch after another.
     uint32_t word[4];
     philox(word, (uint64_t)s->seed, KEY_STREAM, (uint64_t)step);
@@ -31,7 +30,9 @@ void model_step_begin(Model* m, int64_t step) {
     // Counters of the step.
     device_zero(m->step.load, (size_t)experts * sizeof(int64_t), m->ctx);
     if (m->step.margins) device_zero(m->step.margins, (size_t)(experts * MARGIN_BINS) * sizeof(int64_t), m->ctx);
-    if (m->gemms.stats) device_zero(m->step.stats, (size_t)(blocks * BLOCK_STATS) * sizeof(QuantizationStats), m->ctx);
+    // Statistics, in some steps.
+    m->gemms.stats = s->stats_every && step % s->stats_every == 0 ? m->step.stats : NULL;
+    if (m->gemms.stats) device_zero(m->gemms.stats, (size_t)(blocks * BLOCK_STATS) * sizeof(QuantizationStats), m->ctx);
     step_begin(m->step.state, m->ctx);
 }
 
@@ -39,7 +40,7 @@ void model_step_begin(Model* m, int64_t step) {
 static void forward_and_backward(Model* m, int last) {
     double tokens = (double)m->run.tokens_per_step;
     model_forward(m, 1);
-    if (last && m->windows) windows_fetch(m);
+    if (last) windows_fetch(m);
     model_loss(m, m->step.state, (float)(1 / tokens));
     // The balance loss is a mean over the sequences of the step.
     model_backward(m, (float)(m->run.aux_loss * (double)m->run.seq_len / tokens), last);
@@ -62,7 +63,6 @@ void model_micro_step(Model* m, int last) {
 void model_gradient(Model* m, Loader* loader, int64_t step) {
     const RunConfig* s = &m->run;
     const int64_t micro_steps = s->tokens_per_step / run_micro_tokens(s);
-    m->gemms.stats = s->stats_every && step % s->stats_every == 0 ? m->step.stats : NULL;
     do {
         model_step_begin(m, step);
         for (int64_t i = 0; i < micro_steps; i++) {
@@ -71,5 +71,5 @@ void model_gradient(Model* m, Loader* loader, int64_t step) {
             model_batch(m, input, target, s->batch, s->seq_len);
             model_micro_step(m, i == micro_steps - 1);
         }
-    } while (m->windows && windows_overflowed(m, step));
+    } while (windows_overflowed(m, step));
 }

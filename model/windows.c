@@ -27,12 +27,14 @@ void windows_close(Model* m) {
 }
 
 void windows_fetch(Model* m) {
+    if (!m->windows) return;
     comm_all_reduce(m->world, m->overflow, 1, MAX_REAL, m->ctx);
     fetch_begin(m->overflowed, m->overflow, m->ctx);
     device_zero(m->overflow, sizeof(real), m->ctx);
 }
 
 int windows_overflowed(Model* m, int64_t step) {
+    if (!m->windows) return 0;
     const double overflow = (double)*(const real*)fetch_end(m->overflowed);
     if (overflow == 0) return 0;
     const RunConfig* s = &m->run;

@@ -1,5 +1,6 @@
 // --dispatch windows in a training run (moe/dispatch_windows.h): the pool of the MoE blocks is in symmetric memory. A
-// step that overflows runs again with a larger capacity (retry). All ranks of the run make all calls together.
+// step that overflows runs again with a larger capacity (retry). All ranks of the run make all calls together. Without
+// windows they do nothing.
 #pragma once
 
 #include "model/model.h"

@@ -6,7 +6,6 @@
 #include "parallel/sharding.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "device/check.h"
 
@@ -98,11 +97,10 @@ static Comm* comm_of(const Sharding* s, int i) { return i == EXPERT_PARAMS ? s->
 
 static Slot* slot_of(Sharding* s, int unit) { return &s->slots[unit % SLOTS]; }
 
-Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count) {
+Sharding* sharding_plan_slots(Arena* arena, ParamBuffer** units, int count) {
     Sharding* s = (Sharding*)host_alloc(sizeof(Sharding));
     s->count = count;
-    s->units = (ParamBuffer**)host_alloc((size_t)count * sizeof(ParamBuffer*));
-    memcpy(s->units, units, (size_t)count * sizeof(ParamBuffer*));
+    s->units = units;
 
     // A slot is as large as the largest of its units.
     for (int i = 0; i < SLOTS; i++) {

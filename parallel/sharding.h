@@ -93,8 +93,8 @@ const floatX* rounded_grad_at(const ParamBuffer* buffer, int64_t at);
 // Names the buffer's arrays in `arena`. rounded 1: its gradient is rounded to floatX. Only whole buffers that one rank
 // owns alone, in steps of one micro-step.
 void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments, int rounded);
-// Names the slots, which all units share. units: (count) x (BUFFERS).
-Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count);
+// Names the slots, which all units share. units: (count) x (BUFFERS); sharding_destroy frees the outer array.
+Sharding* sharding_plan_slots(Arena* arena, ParamBuffer** units, int count);
 
 // Sets pointers, streams and events after the arena is allocated. world and expert_dp (expert data parallelism: the
 // ranks that own the same experts) are NULL with one rank. workspace: bytes of the side stream's workspace, for work

@@ -417,7 +417,7 @@ static void experts_every_second_step(void) {
         for (int i = 0; i < 2; i++) {
             accumulate_step(m[i], 2, step);
             const float rate = step == 1 ? 0 : 2 * (float)run_muon_lr(&m[i]->run, step);
-            if (i == 0) device_upload(&m[i]->step.inputs->expert_muon.lr, &rate, sizeof(rate), m[i]->ctx);
+            if (i == 0) device_upload(&m[i]->step.inputs->muon[EXPERT_PARAMS].lr, &rate, sizeof(rate), m[i]->ctx);
             model_update(m[i], 0);
         }
         for (int b = 0; b < BUFFERS; b++) {
