@@ -25,14 +25,6 @@ void linear_dgrad(floatX* dx, LinearGradient* product, int64_t N, int accumulate
         matmul_dgrad(dx, product->dy, w->w, N, w->IC, w->OC, accumulate, ctx);
 }
 
-void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da, const floatX* h,
-                            LinearGradient* product, int64_t N, Ctx* ctx) {
-    const Weight* w = product->weight;
-    if (w->format && quantized_swiglu_backward(dx, a, da, h, product, N, ctx)) return;
-    swiglu_backward(dh, a, da, h, N, w->OC / 2, ctx);
-    linear_dgrad(dx, product, N, 0, ctx);
-}
-
 void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx) {
     int quantized = 0;
     for (LinearGradient* p = products; p < products + count; p++) {
@@ -60,7 +52,11 @@ void linear_mlp_backward(floatX* dx, const floatX* dy, const floatX* x, const fl
                          const Weight* w13, const Weight* w2, int64_t N, Ctx* ctx) {
     LinearGradient products[] = {{w2, dy, t.a, 0}, {w13, t.dh, x, 0}};
     linear_dgrad(t.da, &products[0], N, 0, ctx);
-    linear_swiglu_backward(dx, t.dh, t.a, t.da, h, &products[1], N, ctx);
+    // dh is written as floatX only if a kernel reads it.
+    if (!w13->format || !quantized_swiglu_backward(dx, t.a, t.da, h, &products[1], N, ctx)) {
+        swiglu_backward(t.dh, t.a, t.da, h, N, w13->OC / 2, ctx);
+        linear_dgrad(dx, &products[1], N, 0, ctx);
+    }
     linear_wgrads(products, 2, N, ctx);
 }
 

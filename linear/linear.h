@@ -46,10 +46,6 @@ typedef struct LinearGradient {
 void linear_forward(floatX* y, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
 // dx = dy W, or += with accumulate 1 (floatX only)
 void linear_dgrad(floatX* dx, LinearGradient* product, int64_t N, int accumulate, Ctx* ctx);
-// Backward of SwiGLU (a, da and h as in layers/swiglu.h) and dgrad of the GEMM before it, whose weight is (2F, IC) and
-// whose dy is dh: dx = dh W. dh is written as floatX only if a kernel reads it.
-void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da, const floatX* h,
-                            LinearGradient* product, int64_t N, Ctx* ctx);
 // weight->grad = dy^T x, or += with weight->accumulate, of all products since the last call.
 void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx);
 // dgrad, and wgrad of this weight alone.

@@ -73,7 +73,8 @@ void weight_measure(const Weight* weight, int operand, const Format* format, con
 // y = x W^T; with `back` dx = dy W, where y is dx and x is dy.
 void quantized_linear(floatX* y, const floatX* x, const Weight* weight, LinearGradient* back, int64_t N, Ctx* ctx);
 void quantized_grouped(floatX* y, Rows x, const Weight* weight, int back, Ragged ragged, Ctx* ctx);
-// 1: linear_swiglu_backward is done by one kernel that packs dh, and dgrad. 0: nothing is done.
+// Backward of SwiGLU (a, da and h as in layers/swiglu.h), and dgrad of the GEMM before it: dx = dh W, where dh is the
+// product's dy. 1: it is done, by a kernel that packs dh and writes no floatX. 0: nothing is done.
 int quantized_swiglu_backward(floatX* dx, floatX* a, const floatX* da, const floatX* h, LinearGradient* product,
                               int64_t N, Ctx* ctx);
 // a = swiglu(h) in the format of w2, in out's buffers.

@@ -5,10 +5,11 @@
 // eps of the latents' norms, whatever the model's rms_norm_eps: DeepSeek's code and transformers' have it so.
 static const double LATENT_EPS = 1e-6;
 
-// out = attention(norm1)
-static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved* block) {
+// work.out = attention(norm1), and norm2 of the residual stream with it
+static void mla_forward(Model* m, const Weight* w, const BlockSaved* block) {
     const ModelConfig* c = &m->config;
     const int64_t N = m->shapes.N;
+    floatX* out = m->work.out;
 
     // Queries: straight from norm1, or through a normalised latent.
     if (c->q_lora) {
@@ -31,6 +32,8 @@ static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved
     attention_forward(block->att, block->lse, &m->step.state->max_logit, block->q, block->kv, block->kva + c->kv_lora,
                       m->shapes.attention, m->ctx);
     linear_forward(out, block->att, &w[WO], N, m->ctx);
+    residual_rmsnorm_forward(block->residual2, block->norm2, block->rstd2, block->residual, out, w[NORM2].w,
+                             c->norm_eps, N, c->C, m->ctx);
 }
 
 // Where a block counts its loads and, for quantile balancing, its margins: in training alone.
@@ -41,24 +44,17 @@ static BalanceCounts router_counts(const Model* m, const Unit* u, int train) {
     return counts;
 }
 
-// out = mlp(norm2)
-static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
+// work.out = mlp(norm2)
+static void mlp_forward(Model* m, const Unit* u, int train) {
     BlockSaved* block = &m->blocks[u->layer];
-    const int64_t N = m->shapes.N;
-    if (u->kind != UNIT_DENSE) {
-        moe_forward(out, block->norm2, model_moe_weights(m, u), &block->moe, router_counts(m, u, train), m->shapes.moe,
-                    m->dispatch, m->pool, m->ctx);
-        return;
+    const Workspace* work = &m->work;
+    if (u->kind == UNIT_DENSE) {
+        linear_mlp_hidden(work->mlp.a, block->h, block->norm2, &u->w[MLP13], m->shapes.N, m->ctx);
+        linear_forward(work->out, work->mlp.a, &u->w[MLP2], m->shapes.N, m->ctx);
+    } else {
+        moe_forward(work->out, block->norm2, model_moe_weights(m, u), &block->moe, router_counts(m, u, train),
+                    m->shapes.moe, m->dispatch, m->pool, m->ctx);
     }
-    linear_mlp_hidden(m->work.mlp.a, block->h, block->norm2, &u->w[MLP13], N, m->ctx);
-    linear_forward(out, m->work.mlp.a, &u->w[MLP2], N, m->ctx);
-}
-
-// From norm1 on: attention, and the norm before the MLP.
-static void attention_part(Model* m, const Weight* w, const BlockSaved* block) {
-    mla_forward(m, m->work.out, w, block);
-    residual_rmsnorm_forward(block->residual2, block->norm2, block->rstd2, block->residual, m->work.out, w[NORM2].w,
-                             m->config.norm_eps, m->shapes.N, m->config.C, m->ctx);
 }
 
 // Backward needs no output of the MLP, so the last product is not repeated.
@@ -66,7 +62,7 @@ void model_rebuild_block(Model* m, const Unit* u) {
     const BlockSaved* block = &m->blocks[u->layer];
     const int64_t N = m->shapes.N, C = m->config.C;
     rmsnorm_forward(block->norm1, block->rstd1, block->residual, C, u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
-    attention_part(m, u->w, block);
+    mla_forward(m, u->w, block);
     if (u->kind == UNIT_DENSE) linear_forward(block->h, block->norm2, &u->w[MLP13], N, m->ctx);
 }
 
@@ -82,8 +78,8 @@ void block_forward(Model* m, const Unit* u, int train) {
         residual_rmsnorm_forward(block->residual, block->norm1, block->rstd1, previous->residual2, m->work.out,
                                  u->w[NORM1].w, m->config.norm_eps, N, C, m->ctx);
     }
-    attention_part(m, u->w, block);
-    mlp_forward(m, m->work.out, u, train);
+    mla_forward(m, u->w, block);
+    mlp_forward(m, u, train);
 }
 
 // The last residual add and the final norm are one op. Output k follows block L - 1 + k.

@@ -29,24 +29,16 @@ void model_shapes(Model* m, int module) {
     const int32_t E = (int32_t)c->E, K = (int32_t)c->K, groups = (int32_t)c->groups, top = (int32_t)c->top_groups;
     const int32_t score = (int32_t)c->score, norm = (int32_t)c->route_norm, forced = (int32_t)s->force_balance;
     const RouterShape router = {N, T, c->C, E, K, groups, top, score, norm, (float)c->route_scale, forced};
-    const Formats* f = &m->formats;
-    const MoeShape moe = {router,
-                          c->F,
-                          c->shared * c->F,
-                          m->layout.ep,
-                          s->recompute != RECOMPUTE_NONE,
-                          f->dispatch,
-                          f->gemm[EXPERT],
-                          f->combine,
-                          f->wgrad[EXPERT],
-                          m->shapes.moe.capacity,
-                          m->shapes.moe.windows};
+    const int32_t ep = m->layout.ep, recompute = s->recompute != RECOMPUTE_NONE;
+    const MoeShape* is = &m->shapes.moe;
+    const MoeShape moe = {router, c->F, c->shared * c->F, ep, recompute, is->formats, is->capacity, is->windows};
     m->shapes.moe = moe;
 }
 
 // The weights of a unit as GEMMs take them, and memory for quantized copies.
 static void plan_weights(Model* m, int unit) {
     Unit* u = &m->units[unit];
+    const Formats* f = &m->shapes.moe.formats;
     Param list[PARAMS];
     const int count = params_list(list, &m->config, u->kind);
     for (int i = 0; i < count; i++) {
@@ -54,8 +46,8 @@ static void plan_weights(Model* m, int unit) {
         const int mlp = p->id == MLP13 || p->id == MLP2, expert = param_buffer(p->id) == EXPERT_PARAMS;
         Weight* w = &u->w[p->id];
         w->workspace = &m->gemms;
-        w->format = format_in_block(m->formats.gemm[p->quantized_by], u->layer, m->config.L);
-        w->wgrad = format_in_block(m->formats.wgrad[p->quantized_by], u->layer, m->config.L);
+        w->format = format_in_block(f->gemm[p->quantized_by], u->layer, m->config.L);
+        w->wgrad = format_in_block(f->wgrad[p->quantized_by], u->layer, m->config.L);
         // An expert's number follows in the lowest bits.
         w->stream = (uint32_t)(u->layer * PARAMS + (int)p->id) * 2 * WEIGHT_STREAMS;
         if (expert) w->stream += (uint32_t)(m->layout.rank % m->layout.ep * w->count);
@@ -193,7 +185,7 @@ static void plan_workspace(Model* m, Backend backend) {
     const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
     m->work.chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
-    if (m->formats.any) linear_plan(scratch, &m->gemms, N, 1 + (int)c->mtp);
+    if (m->shapes.moe.formats.any) linear_plan(scratch, &m->gemms, N, 1 + (int)c->mtp);
     if (moe_blocks > 0) moe_plan(&m->arena[IN_POOL], m->shapes.moe, moe_blocks);
 }
 
@@ -236,10 +228,8 @@ void model_plan(Model* m, const ModelConfig* c, const RunConfig* s, int rank, Ba
                            .muon = s->optimizer == MUON};
     m->layout = layout;
     // Formats and shapes.
-    const ModelConfig* c = &m->config;
-    const Formats f = formats_of(s->linear_precision, s->expert_precision, s->dispatch_precision, s->combine_precision,
-                                 s->wgrad_precision, s->scale_rule);
-    m->formats = f;
+    m->shapes.moe.formats = formats_of(s->linear_precision, s->expert_precision, s->dispatch_precision,
+                                       s->combine_precision, s->wgrad_precision, s->scale_rule);
     m->shapes.moe.capacity = s->capacity;
     m->shapes.moe.windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && c->dense_layers < config_blocks(c);
     m->shapes.B = s->batch;
@@ -307,7 +297,7 @@ Model* model_create(const ModelConfig* c, const RunConfig* s, Ranks* world) {
     model_plan(m, c, s, world ? ranks_index(world) : 0, BACKEND);
     m->ranks = world;
     m->ctx = ctx_create(model_workspace(m));
-    if (m->formats.packed) mx_check(m->ctx);
+    if (m->shapes.moe.formats.packed) mx_check(m->ctx);
     for (int i = 0; i < ARENAS; i++)
         if (i != IN_POOL) arena_allocate(&m->arena[i]);
     for (int64_t l = 0; l < config_blocks(&m->config) && s->recompute == RECOMPUTE_BLOCK; l++) {
@@ -379,5 +369,5 @@ const char* model_unreplayed(const Model* m) {
     const RunConfig* s = &m->run;
     if (s->graph == GRAPH_OFF) return "--graph off";
     if (m->layout.ranks > 1) return "with several ranks every transfer is watched";
-    return graph_refusal(m->formats.packed, m->ctx);
+    return graph_refusal(m->shapes.moe.formats.packed, m->ctx);
 }

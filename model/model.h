@@ -111,7 +111,6 @@ typedef struct Model {
     ModelConfig config;
     RunConfig run;
     Layout layout;
-    Formats formats;
     Ctx* ctx;
     Ranks* ranks;                  // of the run; NULL with one
     Comm *world, *ep, *expert_dp;  // all ranks; the expert-parallel group; ranks that own the same experts

@@ -83,7 +83,7 @@ void model_backward(Model* m, float aux, int last) {
     embedding_backward(dtable, m->work.dx, m->tokens, N, m->config.V, C, m->ctx);
     if (m->mtp) embedding_backward(dtable, m->work.dembed, m->tokens, N, m->config.V, C, m->ctx);
     unit_grads_end(m, 0, last);
-    if (last) grads_wait(m->sharding, m->ctx);
+    if (last) sharding_follow(m->sharding, m->ctx, sharding_side(m->sharding));
 }
 
 void model_logits(Model* m, int64_t n, real* host_logits) {

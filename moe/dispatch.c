@@ -68,7 +68,7 @@ static void plan_sent(Arena* a, AllToAll* t, const Route* r, int values, const F
     rows_plan(a, "sent rows", &t->sent, values, packed, r->send.capacity, s.C);
 }
 
-void several_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
+void several_plan_buffers(Arena* a, AllToAll* t, AllToAll* again, const Route* r, int choices) {
     const DispatchShape s = r->shape;
     // The received rows: values that combine sums, in backward values of dy. Packed: rows that combine sends, dy, and
     // in forward an x that becomes values. x is else in dispatch_plan_x's memory.
@@ -80,18 +80,13 @@ void several_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
     ARENA(a, "sent gates", ELEMENT_REAL, r->send.capacity * s.K, 1, &t->sent_gate);
     ARENA(a, "received gates", ELEMENT_REAL, r->received * s.K, 1, &t->received_gate);
     // Backward reuses forward's expert ids.
-    if (!choices) return;
-    ARENA(a, "sent expert ids", ELEMENT_I32, r->send.capacity * s.K, 1, &t->sent_expert);
-    ARENA(a, "received expert ids", ELEMENT_I32, r->received * s.K, 1, &t->received_expert);
-}
-
-void dispatch_plan_again(Arena* a, AllToAll* t, const Route* r) {
-    const DispatchShape s = r->shape;
-    if (s.ep == 1) return;
-    plan_sent(a, t, r, !s.dispatch, s.dispatch);
+    if (choices) ARENA(a, "sent expert ids", ELEMENT_I32, r->send.capacity * s.K, 1, &t->sent_expert);
+    if (choices) ARENA(a, "received expert ids", ELEMENT_I32, r->received * s.K, 1, &t->received_expert);
+    if (!again) return;
     // dispatch_plan_x's memory has one form. Rows that arrive in the other one need their own.
-    const Format* packed = format_packed(s.received);
-    rows_plan(a, "received rows", &t->received, packed && !s.dispatch, packed ? NULL : s.dispatch, r->received, s.C);
+    plan_sent(a, again, r, !s.dispatch, s.dispatch);
+    rows_plan(a, "received rows", &again->received, packed && !s.dispatch, packed ? NULL : s.dispatch, r->received,
+              s.C);
 }
 
 // Mean number of ranks that own one of a token's K distinct experts: ep (1 - C(E - El, K) / C(E, K)).

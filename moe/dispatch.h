@@ -86,10 +86,9 @@ size_t dispatch_workspace(DispatchShape shape);
 void dispatch_plan_choices(Arena* arena, Route* route, DispatchShape shape);
 // Memory for the received x, from forward to backward. None where the received x is x itself.
 void dispatch_plan_x(Arena* arena, Rows* x, const Route* route);
-// Communication buffers of a pass, into a zeroed AllToAll: choices is 1 in forward, 0 in backward. With activation
-// checkpointing backward sends x a second time (dispatch_plan_again).
-void dispatch_plan_buffers(Arena* arena, AllToAll* exchange, const Route* route, int choices);
-void dispatch_plan_again(Arena* arena, AllToAll* again, const Route* route);
+// Communication buffers of a pass, into a zeroed AllToAll: choices is 1 in forward, 0 in backward. `again`: with
+// activation checkpointing backward sends x a second time; else NULL.
+void dispatch_plan_buffers(Arena* arena, AllToAll* exchange, AllToAll* again, const Route* route, int choices);
 // Sets `received` and `choices` to the capacity factor times their means with evenly spread choices. Received tokens
 // are at most those of all ranks. Planning uses it in place of dispatch_counts.
 void dispatch_expect(Route* route, Backend backend);
@@ -115,7 +114,7 @@ static inline int32_t local_experts(DispatchShape s) { return s.E / s.ep; }
 // --- For moe/dispatch_one.c, from moe/dispatch.c: the part of several ranks ---
 
 void several_plan_route(Arena* arena, Route* route);
-void several_plan_buffers(Arena* arena, AllToAll* exchange, const Route* route, int choices);
+void several_plan_buffers(Arena* arena, AllToAll* exchange, AllToAll* again, const Route* route, int choices);
 void several_expect(Route* route, Backend backend);
 void several_counts(Dispatch* d, Route* route, Ctx* ctx);
 void several_pack(Dispatch* d, const Route* route, AllToAll* t, Ctx* ctx);  // t->arrived: the tokens, then their place

@@ -18,10 +18,10 @@ void dispatch_plan_x(Arena* a, Rows* x, const Route* r) {
     rows_plan(a, "received x", x, !packed && (format || r->shape.ep > 1), packed, r->received, r->shape.C);
 }
 
-void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
+void dispatch_plan_buffers(Arena* a, AllToAll* t, AllToAll* again, const Route* r, int choices) {
     const DispatchShape s = r->shape;
     if (s.ep > 1) {
-        several_plan_buffers(a, t, r, choices);
+        several_plan_buffers(a, t, again, r, choices);
         return;
     }
     t->received_expert = r->expert;

@@ -1,7 +1,6 @@
 #include "moe/moe.h"
 
 #include "layers/matmul.h"
-#include "linear/quantized.h"
 #include "moe/moe_buffers.h"
 
 size_t moe_workspace(MoeShape s) {
@@ -22,7 +21,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
     // 2. All-to-all: tokens to the ranks of their experts. The shared MLP's first GEMM and its activation overlap.
     dispatch_counts(d, route, ctx);
     const PoolMark mark = moe_take_forward(pool, &t, saved, s);
-    weight_measure(w.w13, STATS_X, s.dispatch ? s.dispatch : w.w13->format, x, N, s.router.C, ctx);
+    weight_measure(w.w13, STATS_X, s.formats.dispatch ? s.formats.dispatch : w.w13->format, x, N, s.router.C, ctx);
     dispatch_pack(d, route, &t.exchange, x, &saved->x, ctx);
     dispatch_start(d, route, &t.exchange, ctx);
     if (shared) linear_mlp_hidden(t.shared_a, saved->shared_h, x, w.shared13, N, ctx);
@@ -56,7 +55,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
 
     // 5. All-to-all: dy to the ranks of its tokens' experts, without the gates, which come after W2
     // (grouped/experts.h). With activation checkpointing x is sent along. The shared MLP's backward overlaps.
-    weight_measure(w.w2, STATS_DY, s.dispatch ? s.dispatch : w.w2->format, dy, N, s.router.C, ctx);
+    weight_measure(w.w2, STATS_DY, s.formats.dispatch ? s.formats.dispatch : w.w2->format, dy, N, s.router.C, ctx);
     dispatch_pack(d, route, &t.exchange, dy, NULL, ctx);
     if (s.recompute) dispatch_pack(d, route, &t.again, x, &saved->x, ctx);
     dispatch_start(d, route, &t.exchange, ctx);

@@ -14,7 +14,7 @@
 // Precision is a property of the tensors (mx/format.h); docs/precision.md has its rules.
 #pragma once
 
-#include "linear/linear.h"
+#include "linear/quantized.h"
 #include "moe/balance.h"
 #include "moe/dispatch.h"
 
@@ -24,10 +24,9 @@ typedef struct MoeShape {
     int64_t shared_F;    // hidden width of the shared MLP, 0: there is none
     int32_t ep;          // ranks of expert parallelism; E % ep == 0
     int32_t recompute;   // 1: activation checkpointing: backward dispatches x again and recomputes h and shared_h
-    const Format *dispatch, *expert, *combine;  // as in DispatchShape; `expert`: see MoeWeights
-    const Format* wgrad;                        // of the operands of the experts' weight gradients
-    double capacity;                            // as in DispatchShape
-    int32_t windows;                            // as in DispatchShape
+    Formats formats;     // of EXPERT: see MoeWeights
+    double capacity;     // as in DispatchShape
+    int32_t windows;     // as in DispatchShape
 } MoeShape;
 
 // Weights with their gradients, which are = or += as in Weight. Each of the E / ep experts has a w13 (2F, C) and a w2

@@ -4,7 +4,6 @@
 
 #include "device/check.h"
 #include "grouped/grouped_gemm.h"
-#include "linear/quantized.h"
 
 static void plan_choices(Arena* a, MoeSaved* saved, MoeShape s) {
     memset(saved, 0, sizeof(*saved));
@@ -40,17 +39,18 @@ static void plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* saved, MoeSha
     memset(t, 0, sizeof(*t));
     // Activation checkpointing: the hidden tensors are freed with the buffers.
     if (s.recompute) plan_hidden(a, saved, s);
-    const Format* packed = format_packed(s.expert);
+    const Format* packed = format_packed(s.formats.gemm[EXPERT]);
     rows_plan(a, "routed rows", &t->x_rows, 1, packed, rows, max_i64(C, s.F));
     rows_plan(a, "routed activation", &t->a, !packed, packed, rows, s.F);
     if (s.shared_F) ARENA(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, &t->shared_a);
-    dispatch_plan_buffers(a, &t->exchange, &saved->route, 1);
+    dispatch_plan_buffers(a, &t->exchange, NULL, &saved->route, 1);
 }
 
 static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* saved, MoeShape s) {
     const int64_t N = s.router.N, C = s.router.C, F = s.F, sF = s.shared_F, rows = saved->ragged.capacity;
-    const Format *packed = format_packed(s.expert), *wgrad = format_packed(s.wgrad);
-    const int64_t wgrad_rows = grouped_wgrad_rows(s.wgrad, rows, saved->ragged.El, a->backend);
+    const Format *format = s.formats.gemm[EXPERT], *packed = format_packed(format);
+    const Format* wgrad = format_packed(s.formats.wgrad[EXPERT]);
+    const int64_t wgrad_rows = grouped_wgrad_rows(wgrad, rows, saved->ragged.El, a->backend);
     ASSERT(!wgrad || packed);
     memset(t, 0, sizeof(*t));
     if (s.recompute) plan_hidden(a, saved, s);
@@ -62,12 +62,11 @@ static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* saved, MoeS
     ARENA(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, &t->experts.a);
     ARENA(a, "d hidden", ELEMENT_X, max_i64(wgrad_rows * 2 * F, N * 2 * sF), 1, &t->experts.dh);
     // Where a GEMM rounds its own copy: of dy, then of dh.
-    rows_plan(a, "d hidden, quantized", &t->dh_quantized, s.expert && !packed, packed, wgrad_rows,
-              format_of_rows(s.expert) ? 2 * F : max_i64(2 * F, C));
+    rows_plan(a, "d hidden, quantized", &t->dh_quantized, format && !packed, packed, wgrad_rows,
+              format_of_rows(format) ? 2 * F : max_i64(2 * F, C));
     ARENA(a, "d row gates", ELEMENT_REAL, rows * grouped_gemm_gate_parts(F), 1, &t->drow_gate);
     ARENA(a, "d gates", ELEMENT_REAL, N * s.router.K, 1, &t->dgate);
-    dispatch_plan_buffers(a, &t->exchange, &saved->route, 0);
-    if (s.recompute) dispatch_plan_again(a, &t->again, &saved->route);
+    dispatch_plan_buffers(a, &t->exchange, s.recompute ? &t->again : NULL, &saved->route, 0);
 }
 
 void moe_take_choices(Pool* pool, MoeSaved* saved, MoeShape s) {
@@ -91,10 +90,10 @@ void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* saved, MoeSh
     plan_backward(pool_table(pool), t, saved, s);
     pool_take_table(pool);
     // These have the memory of others. Each is written after the last use of the buffer that had the memory before.
-    t->shared = t->experts;                                 // shared, experts
-    t->dx_rows = t->experts.da;                             // da', dx
-    t->x_rows = t->dy_rows;                                 // x for W13 again, dy
-    if (!format_packed(s.wgrad)) t->wgrad_dy = t->dy_rows;  // dy, x for wgrad
+    t->shared = t->experts;                                                 // shared, experts
+    t->dx_rows = t->experts.da;                                             // da', dx
+    t->x_rows = t->dy_rows;                                                 // x for W13 again, dy
+    if (!format_packed(s.formats.wgrad[EXPERT])) t->wgrad_dy = t->dy_rows;  // dy, x for wgrad
     t->wgrad_x = t->wgrad_dy;
     t->wgrad_a = t->wgrad_dh = t->dh_quantized;  // dh for dgrad, gate * a, dh for wgrad
 }

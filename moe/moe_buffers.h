@@ -25,16 +25,10 @@ typedef struct MoeBackwardBuffers {
 } MoeBackwardBuffers;
 
 static inline DispatchShape dispatch_shape(MoeShape s) {
-    DispatchShape d = {s.router.N,
-                       s.router.C,
-                       s.router.E,
-                       s.router.K,
-                       s.ep,
-                       s.dispatch,
-                       s.dispatch ? s.dispatch : format_of_rows(s.expert),
-                       s.combine,
-                       s.capacity,
-                       s.windows};
+    const RouterShape r = s.router;
+    const Format *dispatch = s.formats.dispatch,
+                 *received = dispatch ? dispatch : format_of_rows(s.formats.gemm[EXPERT]);
+    DispatchShape d = {r.N, r.C, r.E, r.K, s.ep, dispatch, received, s.formats.combine, s.capacity, s.windows};
     return d;
 }
 

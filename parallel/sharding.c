@@ -179,7 +179,7 @@ static int communicates(const Sharding* s) { return s->world != NULL; }
 
 Ctx* sharding_side(const Sharding* s) { return s->side_stream; }
 
-// The event may be used again at once: a wait is for its last record.
+// An event is enough, because a stream works in order. It may be used again at once: a wait is for its last record.
 void sharding_follow(Sharding* s, Ctx* next, Ctx* before) {
     event_record(s->handover, before);
     event_wait(s->handover, next);
@@ -253,9 +253,4 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
     }
     if (communicates(s)) event_record(slot_of(s, unit)->reduced, s->side_stream);
     return s->side_stream;
-}
-
-void grads_wait(Sharding* s, Ctx* ctx) {
-    // An event is enough: the side stream works in order, so all of its earlier work is done too.
-    sharding_follow(s, ctx, s->side_stream);
 }

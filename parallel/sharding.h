@@ -119,12 +119,10 @@ int64_t weights_version(const Sharding* sharding);  // the number of these chang
 // grads_reduce sums the unit's gradients over the ranks, on the side stream, and returns that stream. Sharded gradients
 // are reduce-scattered in every micro-step, and own_grad accumulates. Replicated gradients are reduced only in the last
 // micro-step. Work that needs the sums is queued on the returned stream then.
-//
-// grads_wait: ctx waits for all work of the side stream.
 void grads_get(Sharding* sharding, int unit, int first_micro_step, Ctx* ctx);
 Ctx* grads_reduce(Sharding* sharding, int unit, int first_micro_step, int last_micro_step, Ctx* ctx);
-void grads_wait(Sharding* sharding, Ctx* ctx);
 
-// The side stream, for transfers of the update. sharding_follow: `next` waits for all work of `before` so far.
+// The side stream, for transfers of the update and to wait for the reductions. sharding_follow: `next` waits for all
+// work of `before` so far.
 Ctx* sharding_side(const Sharding* sharding);
 void sharding_follow(Sharding* sharding, Ctx* next, Ctx* before);

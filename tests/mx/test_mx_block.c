@@ -326,17 +326,11 @@ static const Format* format_of(int quantized, Precision p) {
 static MoeShape shape_of(Widths d, Precision p, int recompute) {
     int32_t norm = d.score == SCORE_SIGMOID;
     RouterShape r = {N, T, d.C, E, K, 1, 1, d.score, norm, route_scale, d.force_balance};
-    MoeShape s = {r,
-                  d.F,
-                  d.shared_F,
-                  1,
-                  recompute,
-                  format_of(p.dispatch, p),
-                  format_of(p.expert, p),
-                  p.combine ? format_of_id(FORMAT_MXFP8_EXACT, (MxScale)p.scale) : NULL,
-                  format_of(p.wgrad, p),
-                  1,
-                  0};
+    MoeShape s = {r, d.F, d.shared_F, 1, recompute, {{NULL}, {NULL}, NULL, NULL, 0, 0}, 1, 0};
+    s.formats.gemm[EXPERT] = format_of(p.expert, p);
+    s.formats.wgrad[EXPERT] = format_of(p.wgrad, p);
+    s.formats.dispatch = format_of(p.dispatch, p);
+    s.formats.combine = p.combine ? format_of_id(FORMAT_MXFP8_EXACT, (MxScale)p.scale) : NULL;
     return s;
 }
 
@@ -380,8 +374,8 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     arena_init(&weights, "a test", BACKEND);
     Weight* experts[2] = {&w13, &w2};
     for (int i = 0; i < 2; i++) {
-        experts[i]->format = s.expert;
-        experts[i]->wgrad = s.wgrad;
+        experts[i]->format = s.formats.gemm[EXPERT];
+        experts[i]->wgrad = s.formats.wgrad[EXPERT];
         experts[i]->workspace = &gemms;
         weight_plan(&weights, experts[i], 0);
     }

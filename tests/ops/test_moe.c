@@ -224,7 +224,7 @@ static void check_block(MoeShape s) {
     release_all();
 }
 
-#define BF16 NULL, NULL, NULL, NULL, 1, 0  // nothing in MXFP8, and one rank
+#define BF16 {{NULL}, {NULL}, NULL, NULL, 0, 0}, 1, 0  // nothing in MXFP8, and one rank
 static void test_block(void) {
     //             N    T   C  E  K  groups   score    norm scale force  F  shared ep recompute
     check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 2, 2, 1, 0, BF16});

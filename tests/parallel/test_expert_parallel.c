@@ -72,7 +72,7 @@ static int64_t total_tokens(const Case* c) { return tokens_before(c, ranks); }
 static MoeShape shape_of(const Case* c, int64_t N, int ep, int recompute) {
     int32_t groups = c->groups > 1 ? c->groups : 1, top = groups > 1 ? groups / 2 : 1, norm = c->score == SCORE_SIGMOID;
     RouterShape router = {N, T, C, E, c->K, groups, top, c->score, norm, 1.5f, c->force_balance};
-    MoeShape s = {router, F, c->shared_F, ep, recompute, NULL, NULL, NULL, NULL, 1, 0};
+    MoeShape s = {router, F, c->shared_F, ep, recompute, {{NULL}, {NULL}, NULL, NULL, 0, 0}, 1, 0};
     return s;
 }
 

@@ -349,7 +349,7 @@ static void check_equal_experts(int ep, int random) {
         m->gemms.before = 0;
         model_batch(m, ids, ids + n, m->run.batch, m->run.seq_len);
         model_micro_step(m, 1);
-        grads_wait(m->sharding, m->ctx);
+        sharding_follow(m->sharding, m->ctx, sharding_side(m->sharding));
         free(ids);
 
         // The gradients of the unit's tensors follow those of the units before it.
