@@ -54,7 +54,7 @@ void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight
 // A dense or shared MLP: h = x W13^T, a = swiglu(h), y = a W2^T. Forward keeps h. linear_mlp_hidden computes h and a,
 // and linear_forward the second product, so that other work can be queued between the two.
 void linear_mlp_hidden(floatX* a, floatX* h, const floatX* x, const Weight* w13, int64_t N, Ctx* ctx);
-// What the backward of an MLP writes besides dx: a again and its gradient (N, F), and the gradient of h (N, 2F).
+// The buffers of an MLP's backward: a again and its gradient (N, F), and the gradient of h (N, 2F).
 typedef struct MlpBuffers {
     floatX *a, *da, *dh;
 } MlpBuffers;

@@ -17,10 +17,11 @@
 #include "device/check.h"
 #include "model/update_muon.h"
 
-// Buffers b of `count` blocks from `first` on, at most one for each rank that shares them.
+// Buffers b of `count` blocks from `first` on, at most one for each rank of `comm`, which shares them.
 typedef struct Wave {
     int b;
     int64_t first, count;
+    Comm* comm;
 } Wave;
 
 // The waves of all sharded buffers; returns how many. The last wave of dense buffers, or of experts, may be short.
@@ -31,7 +32,7 @@ static int list_waves(const Model* m, Wave* waves) {
         const int64_t first = b == EXPERT_PARAMS ? m->config.dense_layers : 0;
         const ParamBuffer* p = &m->units[params_block_unit(&m->config, blocks - 1)].buffer[b];  // as in all blocks
         for (int64_t l = first; l < blocks && p->shard != SHARD_NONE; l += p->parts) {
-            const Wave wave = {b, l, min_i64(p->parts, blocks - l)};
+            const Wave wave = {b, l, min_i64(p->parts, blocks - l), b == EXPERT_PARAMS ? m->expert_dp : m->world};
             waves[n++] = wave;
         }
     }
@@ -43,16 +44,14 @@ static const ParamBuffer* wave_buffer(const Model* m, const Wave* wave, int i) {
     return i < wave->count ? &m->units[params_block_unit(&m->config, wave->first + i)].buffer[wave->b] : NULL;
 }
 
-static Comm* wave_comm(const Model* m, const Wave* wave) { return wave->b == EXPERT_PARAMS ? m->expert_dp : m->world; }
-
 // The all-to-all of a wave, from own parts to the owners' x (back 0), or back, with the work on own parts.
 static void exchange_parts(Model* m, const Wave* wave, floatX* x, int back, Ctx* ctx) {
     enum { ROW = 64 };  // elements; parts and parameters start at multiples of it
-    const int ranks = comm_count(wave_comm(m, wave)), index = comm_index(wave_comm(m, wave));
+    const int ranks = comm_count(wave->comm);
     int64_t* rows = (int64_t*)host_alloc((size_t)(4 * ranks) * sizeof(int64_t));
     int64_t *send_start = rows, *send = rows + ranks, *recv_start = send + ranks, *recv = recv_start + ranks;
     MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)wave->count * sizeof(MuonBuffer));
-    const ParamBuffer* own = wave_buffer(m, wave, index);
+    const ParamBuffer* own = wave_buffer(m, wave, comm_index(wave->comm));
     int64_t at = 0;
     for (int i = 0; i < ranks; i++) {
         // This rank's part of buffer i goes to rank i; rank i's part of the buffer that this rank owns comes.
@@ -70,7 +69,7 @@ static void exchange_parts(Model* m, const Wave* wave, floatX* x, int back, Ctx*
     const ExchangeRows there = {send_start, send, recv_start, recv}, home = {recv_start, recv, send_start, send};
     if (!back) muon_momentum(list, wave->count, m->layout.bf16_moments, m->step.state, ctx);
     if (!m->step.waits[wave->b]) {
-        comm_exchange(wave_comm(m, wave), &buffer, 1, back ? home : there, ctx);
+        comm_exchange(wave->comm, &buffer, 1, back ? home : there, ctx);
         if (back) muon_update(list, wave->count, &m->step.inputs->muon[wave->b], m->step.state, ctx);
     }
     free(list);
@@ -80,7 +79,7 @@ static void exchange_parts(Model* m, const Wave* wave, floatX* x, int back, Ctx*
 // The matrices of the buffer that this rank owns, in x.
 static void orthogonalize_own(Model* m, const Wave* wave, floatX* x) {
     if (m->step.waits[wave->b]) return;
-    const ParamBuffer* own = wave_buffer(m, wave, comm_index(wave_comm(m, wave)));
+    const ParamBuffer* own = wave_buffer(m, wave, comm_index(wave->comm));
     for (int i = 0; i < m->muon.group_count; i++) {
         const MuonGroup* g = &m->muon.groups[i];
         const Unit* u = &m->units[g->first];

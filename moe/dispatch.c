@@ -1,4 +1,4 @@
-// Dispatch and combine over several ranks: the all-to-all, and what is done before and after it.
+// Dispatch and combine over several ranks: an all-to-all, and the rows that it sends and receives.
 #include "moe/dispatch.h"
 
 #include <stdlib.h>
@@ -43,8 +43,8 @@ void dispatch_destroy(Dispatch* d) {
 }
 
 // In the worst case a rank receives every token of the group.
-size_t dispatch_workspace(DispatchShape s) {
-    return max_size(permute_workspace(s.ep * s.N, s.K, local_experts(s)), permute_workspace(s.N, s.ep, s.ep));
+size_t dispatch_workspace(int64_t N, int32_t K, int32_t E, int32_t ep) {
+    return max_size(permute_workspace(ep * N, K, E / ep), permute_workspace(N, ep, ep));
 }
 
 // --- Memory ---
@@ -96,11 +96,12 @@ static double mean_ranks(DispatchShape s) {
     return s.ep * (1 - none);
 }
 
-void several_expect(Route* r, Backend backend) {
+void dispatch_expect(Route* r, Backend backend) {
     const DispatchShape s = r->shape;
+    const double capacity = s.ep == 1 ? 1 : s.capacity;
     // A rank receives a token once, even if it owns several of its experts. `choices` counts each of them.
-    r->received = min_i64((int64_t)(s.capacity * (double)s.N * mean_ranks(s)), s.ep * s.N);
-    r->choices = (int64_t)(s.capacity * (double)(s.N * s.K));
+    r->received = min_i64((int64_t)(capacity * (double)s.N * mean_ranks(s)), s.ep * s.N);
+    r->choices = (int64_t)(capacity * (double)(s.N * s.K));
     // With windows `send` keeps its largest size, so sorting cannot overflow.
     if (!s.windows) r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
 }
@@ -173,7 +174,7 @@ void several_counts(Dispatch* d, Route* r, Ctx* ctx) {
     if (!s.windows) fetch_begin(d->counts, all, ctx);
     permute_plan(r->send, rank, NULL, N, s.ep, ctx);
     if (s.windows) {
-        several_expect(r, BACKEND);
+        dispatch_expect(r, BACKEND);
         route_on_device(r, d->overflow, all, comm_index(d->comm), ctx);
     } else {
         route_on_host(d, r);

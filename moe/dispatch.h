@@ -80,7 +80,7 @@ typedef struct Dispatch Dispatch;
 // has windows.
 Dispatch* dispatch_create(Comm* comm, Pool* pool, real* overflow, Ctx* ctx);
 void dispatch_destroy(Dispatch* dispatch);
-size_t dispatch_workspace(DispatchShape shape);
+size_t dispatch_workspace(int64_t N, int32_t K, int32_t E, int32_t ep);
 
 // Names the arrays of a route in `arena`.
 void dispatch_plan_choices(Arena* arena, Route* route, DispatchShape shape);
@@ -97,8 +97,9 @@ void dispatch_expect(Route* route, Backend backend);
 void dispatch_counts(Dispatch* d, Route* route, Ctx* ctx);
 
 // Packs x for the next all-to-all. The received x is in the memory of `kept`, or in that of `t` where `kept` has none
-// or is NULL. dispatch_start adds the choices, where t is planned with them, and starts it.
+// or is NULL.
 void dispatch_pack(Dispatch* d, const Route* route, AllToAll* t, const floatX* x, const Rows* kept, Ctx* ctx);
+// Starts the all-to-all. In forward it adds the choices.
 void dispatch_start(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
 // The received tokens, in the shape's format of them: quantized before they were sent or here.
 Rows dispatch_receive(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
@@ -115,7 +116,6 @@ static inline int32_t local_experts(DispatchShape s) { return s.E / s.ep; }
 
 void several_plan_route(Arena* arena, Route* route);
 void several_plan_buffers(Arena* arena, AllToAll* exchange, AllToAll* again, const Route* route, int choices);
-void several_expect(Route* route, Backend backend);
 void several_counts(Dispatch* d, Route* route, Ctx* ctx);
 void several_pack(Dispatch* d, const Route* route, AllToAll* t, Ctx* ctx);  // t->arrived: the tokens, then their place
 void several_wait(Dispatch* d, Ctx* ctx);

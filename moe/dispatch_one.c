@@ -32,17 +32,10 @@ void dispatch_plan_buffers(Arena* a, AllToAll* t, AllToAll* again, const Route* 
               s.C);
 }
 
-void dispatch_expect(Route* r, Backend backend) {
+void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     r->received = r->shape.N;
     r->choices = r->shape.N * r->shape.K;
-    if (r->shape.ep > 1) several_expect(r, backend);
-}
-
-void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
-    if (d)
-        several_counts(d, r, ctx);
-    else
-        dispatch_expect(r, BACKEND);
+    if (d) several_counts(d, r, ctx);
 }
 
 void dispatch_pack(Dispatch* d, const Route* r, AllToAll* t, const floatX* x, const Rows* kept, Ctx* ctx) {

@@ -4,7 +4,8 @@
 #include "moe/moe_buffers.h"
 
 size_t moe_workspace(MoeShape s) {
-    return max_size(max_size(router_workspace(s.router), matmul_workspace()), dispatch_workspace(dispatch_shape(s)));
+    const size_t dispatch = dispatch_workspace(s.router.N, s.router.K, s.router.E, s.ep);
+    return max_size(max_size(router_workspace(s.router), matmul_workspace()), dispatch);
 }
 
 void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, BalanceCounts counts, MoeShape s,

@@ -6,9 +6,13 @@
 #include "grouped/grouped_gemm.h"
 
 static void plan_choices(Arena* a, MoeSaved* saved, MoeShape s) {
+    const RouterShape r = s.router;
+    const Format *dispatch = s.formats.dispatch,
+                 *received = dispatch ? dispatch : format_of_rows(s.formats.gemm[EXPERT]);
+    const DispatchShape d = {r.N, r.C, r.E, r.K, s.ep, dispatch, received, s.formats.combine, s.capacity, s.windows};
     memset(saved, 0, sizeof(*saved));
-    ARENA(a, "router scores", ELEMENT_REAL, s.router.N * s.router.E, 1, &saved->scores);
-    dispatch_plan_choices(a, &saved->route, dispatch_shape(s));
+    ARENA(a, "router scores", ELEMENT_REAL, r.N * r.E, 1, &saved->scores);
+    dispatch_plan_choices(a, &saved->route, d);
 }
 
 // The tensors that activation checkpointing drops after forward: backward has them again.

@@ -24,14 +24,6 @@ typedef struct MoeBackwardBuffers {
     real *drow_gate, *dgate;                    // (rows, parts), (N, K)
 } MoeBackwardBuffers;
 
-static inline DispatchShape dispatch_shape(MoeShape s) {
-    const RouterShape r = s.router;
-    const Format *dispatch = s.formats.dispatch,
-                 *received = dispatch ? dispatch : format_of_rows(s.formats.gemm[EXPERT]);
-    DispatchShape d = {r.N, r.C, r.E, r.K, s.ep, dispatch, received, s.formats.combine, s.capacity, s.windows};
-    return d;
-}
-
 void moe_take_choices(Pool* pool, MoeSaved* saved, MoeShape s);  // before the counts of the all-to-all are known
 // Needs the counts in saved->route. The mark is behind the saved tensors: releasing it frees *t alone.
 PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s);

@@ -93,6 +93,9 @@ const floatX* rounded_grad_at(const ParamBuffer* buffer, int64_t at);
 // Names the buffer's arrays in `arena`. rounded 1: its gradient is rounded to floatX. Only whole buffers that one rank
 // owns alone, in steps of one micro-step.
 void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments, int rounded);
+// Whether weights or gradients are sharded, and so are gathered or reduced in slots.
+static inline int slotted_weight(const ParamBuffer* p) { return p->shard == SHARD_WEIGHTS; }
+static inline int slotted_grad(const ParamBuffer* p) { return p->shard >= SHARD_GRADS && !p->frozen; }
 // Names the slots, which all units share. units: (count) x (BUFFERS); sharding_destroy frees the outer array.
 Sharding* sharding_plan_slots(Arena* arena, ParamBuffer** units, int count);
 
