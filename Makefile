@@ -164,7 +164,7 @@ $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
 
 # Hopper's kernels, and files without kernels. private: $(CUDA)/archs, which they depend on, keeps the whole list.
-HOPPER = $(addprefix $(CUDA)/,$(addsuffix .o,grouped/grouped_gemm mx/grouped_gemm_mx learn/grouped_gemm_4 learn/grouped_gemm_5))
+HOPPER = $(addprefix $(CUDA)/,$(addsuffix .o,layers/attention grouped/grouped_gemm mx/grouped_gemm_mx learn/grouped_gemm_4 learn/grouped_gemm_5))
 $(HOPPER): private GPU_CODE = $(call gpu_code,90)
 CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,device/version $(HOST) $(TESTS_EITHER) $(TESTS_CUDA_RANKS)))
 $(CUDA)/%.o: %.cu Makefile $(CUDA)/archs

@@ -1,12 +1,21 @@
 // Thin wrappers of the matrix instructions of all NVIDIA GPUs since Ampere (sm_80). Each function is one instruction;
-// see the PTX ISA, sections of these names. layers/attention_portable.cuh shows how they work together.
+// see the PTX ISA, sections of these names. layers/attention_portable.cu shows how they work together.
 //
 //   mma.sync   a warp multiplies 16 x 16 by 16 x 8
 //   ldmatrix   a warp loads operands from shared memory
 //   cp.async   an asynchronous copy from global to shared memory, without registers
+//   bar.sync   a barrier of some warps of a block; cvt rounds to bf16
 #pragma once
 
 #include "device/cuda.cuh"
+
+// Named barriers (1..15) among `threads` threads: sync waits for all of them, arrive does not wait.
+static __device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+static __device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // Loads four 8 x 8 matrices of bf16 from shared memory. Lane l addresses 16 bytes: row l % 8 of matrix l / 8. It
 // receives r[i], two elements of matrix i: row l / 4, columns 2 (l % 4) and the next.
@@ -53,4 +62,11 @@ static __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.as
 template <int PENDING>
 static __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Packs two floats into one register of a or b; `low` is the first. (The instruction names the high half first.)
+static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
 }

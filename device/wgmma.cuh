@@ -18,7 +18,7 @@
 // its width, as TMA writes it. Boxes are contiguous and 1024-byte aligned.
 #pragma once
 
-#include "device/cuda.cuh"
+#include "device/mma.cuh"
 
 static __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return (uint32_t)__cvta_generic_to_shared(p);
@@ -60,14 +60,6 @@ static __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t pari
             : "r"(at), "r"(parity)
             : "memory");
     } while (!done);
-}
-
-// Named barriers (1..15) among `threads` threads: sync waits for all of them, arrive does not wait.
-static __device__ __forceinline__ void named_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-static __device__ __forceinline__ void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Makes ordinary writes to shared memory visible to WGMMA and TMA. Each thread that wrote calls it, before a barrier
@@ -287,35 +279,16 @@ static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_
 #undef WGMMA_RS
 }
 
-// Packs two floats into one register of A; `low` is the first column. (The instruction names the high half first.)
-static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
 // --- Register reallocation between warpgroups (setmaxnreg) ---
 //
 // A kernel starts with the same number of registers in every thread. Then each warpgroup enters its role (an if/else)
 // and sets its number per thread: consumers take the registers that the producer releases. The kernel needs
 // __launch_bounds__(threads, 1).
-//
-// The binary also has code for GPUs without WGMMA. These calls come first in every role, and on such GPUs they end the
-// kernel. After __builtin_unreachable() the compiler drops the rest of the role, with the instructions that only sm_90a
-// has. Such a GPU never launches the kernel: `portable` is 1 in its Ctx.
-#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define HOPPER_ONLY() (__trap(), __builtin_unreachable())
-#else
-#define HOPPER_ONLY()
-#endif
-
 template <int N>
 static __device__ __forceinline__ void registers_more() {
-    HOPPER_ONLY();
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N>
 static __device__ __forceinline__ void registers_fewer() {
-    HOPPER_ONLY();
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }

@@ -28,41 +28,15 @@
 // The losses are the start and the end of a tile, and the softmax that no GEMM overlaps.
 //
 // GPUs without WGMMA have kernels of their own, with the same chunks and passes (attention_portable.cuh).
-#include "layers/attention.h"
-
 #include <new>
-#include <type_traits>
 
 #include "device/wgmma.cuh"
-#include "layers/rows.cuh"
+#include "layers/attention_backward.cuh"
+#include "layers/attention_portable.cuh"
 
 namespace {
 
-const float LOG2E = 1.4426950408889634f;
-enum { TILE = 128, THREADS = 384 };  // rows of a work tile; one producer and two consumer warpgroups
-
-// The order of the work tiles (sequence and head, tile): in sections of heads whose tensors fit in L2 together,
-// heaviest tiles first.
-struct Order {
-    int heads, tiles, section;
-    __host__ __device__ int total() const { return heads * tiles; }
-    struct HeadTile {
-        int head, rank;
-    };
-    __device__ HeadTile place(int work) const {
-        int first = work / (section * tiles) * section, here = min(section, heads - first);
-        int r = work - first * tiles;
-        return {first + r % here, r / here};
-    }
-};
-
-Order order_of(AttnShape s, int rows) {  // rows of a tile
-    const int64_t l2 = 28 << 20;
-    // The tensors of a section's heads fit in 28 MiB of L2.
-    int64_t heads = s.B * s.H, head_bytes = s.T * (s.nope + s.rope + s.v) * (int64_t)sizeof(floatX);
-    int64_t sections = ceil_div(heads, l2 / head_bytes > 0 ? l2 / head_bytes : 1);
-    return {(int)heads, (int)ceil_div(s.T, rows), (int)ceil_div(heads, sections)};
-}
+enum { THREADS = 384 };  // one producer and two consumer warpgroups
 
 // The problem of a Hopper kernel: the counter from which blocks take work tiles, their order, and sizes.
 struct Problem {
@@ -73,22 +47,6 @@ struct Problem {
 };
 
 Problem problem_of(AttnShape s, Ctx* ctx) { return {ctx->counter, order_of(s, TILE), (int)s.T, (int)s.H, s.scale}; }
-
-// Row t of head `head` of B x H in a (B, T, H) tensor.
-__device__ __forceinline__ int64_t row_of(int head, int t, int T, int H) {
-    return ((int64_t)(head / H) * T + t) * H + head % H;
-}
-
-// *max_logit = max(*max_logit, x over the warp), by an integer atomic. Floats >= 0 are ordered as their bits are,
-// negative floats in the opposite order. Few warps find a larger value: the others skip the atomic.
-__device__ __forceinline__ void take_in_logit(float* max_logit, float x) {
-    x = warp_max(x) + 0.0f;  // not -0
-    if (threadIdx.x % 32 != 0 || !max_logit || !(x > __ldcg(max_logit))) return;
-    if (x >= 0)
-        atomicMax((int*)max_logit, __float_as_int(x));
-    else
-        atomicMin((unsigned*)max_logit, __float_as_uint(x));
-}
 
 // The tensor maps of a kernel's TMA loads. Forward has no dout.
 struct Maps {
@@ -140,12 +98,6 @@ struct Work {
     }
 };
 
-// The sum over the four lanes that share a row of an accumulator.
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 // Makes a warp-uniform value provably uniform. The compiler then keeps it, and all that follows from it, in uniform
 // registers, from which WGMMA takes its descriptors.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
@@ -161,7 +113,6 @@ struct Consumer {
 template <typename Shared, typename Produce, typename Consume>
 __device__ __forceinline__ void run_block(Produce produce, Consume consume) {
     // Shared memory. One thread sets up the barriers.
-    HOPPER_ONLY();
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
     if (threadIdx.x == 0) {
@@ -237,33 +188,6 @@ __device__ __forceinline__ void zero(float (&d)[N]) {
     for (int i = 0; i < N; i++) d[i] = 0;
 }
 
-// Initializes an accumulator: every row gets the same N / 2 numbers, one per column.
-template <int N>
-__device__ __forceinline__ void start_columns(float (&d)[N], const float* columns) {
-#pragma unroll
-    for (int j = 0; j < N / 4; j++) {
-        float2 x = *(const float2*)(columns + 8 * j + threadIdx.x % 4 * 2);
-        d[4 * j] = d[4 * j + 2] = x.x;
-        d[4 * j + 1] = d[4 * j + 3] = x.y;
-    }
-}
-
-// Stores the first COLUMNS columns of an accumulator, times `times`, as a row in memory. Half 0 is row l / 4, half 1 is
-// row l / 4 + 8. Neighbouring lanes exchange values, so that each writes 8 bytes and four of them one sector.
-template <int COLUMNS, int N>
-__device__ __forceinline__ void store_row(floatX* row, const float (&d)[N], int half, float times, bool inside) {
-    // A lane holds two neighbouring columns of each 8. A pair of lanes exchanges halves of 16 columns.
-    int lane = threadIdx.x % 32, odd = lane & 1;
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; j += 2) {
-        uint32_t u = pack_bf16(d[4 * j + 2 * half] * times, d[4 * j + 2 * half + 1] * times);
-        uint32_t v = pack_bf16(d[4 * j + 4 + 2 * half] * times, d[4 * j + 5 + 2 * half] * times);
-        uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? u : v, 1);
-        int column = 8 * j + (odd ? 8 : 0) + (lane & 2) * 2;
-        if (inside) *(uint2*)(row + column) = odd ? make_uint2(got, v) : make_uint2(u, got);
-    }
-}
-
 // The tensor map of a (B, T, H, width) tensor in chunks of D columns. Coordinates: column, head, token, chunk,
 // sequence.
 CUtensorMap heads_map(const floatX* p, AttnShape s, int64_t width, int rows, int chunks, Ctx* ctx) {
@@ -298,87 +222,24 @@ void check_shape(AttnShape s, const floatX* k_rope) {
     ASSERT(s.scale > 0 && s.T < (1 << 30) && s.B * s.H * ceil_div(s.T, TILE) < (1 << 30));
 }
 
-// The workspace of backward: its initial accumulators (attention_delta_kernel), padded to whole tiles, and the parts of
-// dk_rope per head.
-struct Workspace {
-    float *lse, *delta, *rope_part;
-    int64_t padded;  // tokens
-    size_t bytes;
-};
-
-Workspace workspace_of(AttnShape s, char* base) {
-    Workspace w;
-    w.padded = ceil_div(s.T, TILE) * TILE;
-    size_t rows = (size_t)(s.B * s.H * w.padded) * sizeof(float), parts = (size_t)(s.B * s.H * s.T * s.rope);
-    w.lse = (float*)base;
-    w.delta = (float*)(base + rows);
-    w.rope_part = (float*)(base + 2 * rows);
-    w.bytes = 2 * rows + parts * sizeof(float);
-    return w;
-}
-
 }  // namespace
 
-#include "layers/attention_backward.cuh"
+#include "layers/attention_backward_dkv.cuh"
+#include "layers/attention_backward_dq.cuh"
 #include "layers/attention_forward.cuh"
-#include "layers/attention_portable.cuh"
-#include "layers/attention_portable_backward.cuh"
-
-namespace {
-
-template <int D>
-void forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
-             AttnShape s, Ctx* ctx) {
-    if (ctx->portable) {
-        const Order order = order_of(s, TILE);
-        return launch(attention_portable_forward_kernel<D>, order.total(), WARPS * 32, sizeof(PortableForwardShared<D>),
-                      ctx, out, lse, max_logit, q, kv, k_rope, s, order);
-    }
-    const Problem p = problem_of(s, ctx);
-    launch_long(attention_forward_kernel<D>, min_i64(p.order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
-                maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, max_logit, p);
-}
-
-template <int D>
-void backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
-              const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
-    // 1. delta and lse, the initial accumulators
-    const Workspace w = workspace_of(s, ctx_workspace<char>(ctx, (int64_t)attention_workspace(s)));
-    const int64_t rows = w.padded * s.H;  // of a sequence
-    ASSERT(rows < INT32_MAX);
-    launch_early(attention_delta_kernel<D>, grid_of_rows(blocks_for(rows, 256 / (D / 4)), s.B), 256, 0, ctx, w.delta,
-                 w.lse, dout, out, lse, s.B, s.T, s.H, w.padded, s.scale);
-
-    // 2. dq; 3. dk and dv
-    if (ctx->portable) {
-        const Order order = order_of(s, STEP);
-        launch(attention_portable_dq_kernel<D>, order.total(), WARPS * 32, sizeof(PortableQueriesShared<D>), ctx, dq,
-               w.lse, w.delta, dout, q, kv, k_rope, s, w.padded, order);
-        launch(attention_portable_dkv_kernel<D>, order.total(), WARPS * 32, sizeof(PortableKeysShared<D>), ctx, dkv,
-               w.rope_part, w.lse, w.delta, dout, q, kv, k_rope, s, w.padded, order);
-    } else {
-        const Problem p = problem_of(s, ctx);
-        const int64_t blocks = min_i64(p.order.total(), ctx->sms);
-        launch_long(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
-                    maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, p);
-        launch_long(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
-                    maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, p);
-    }
-
-    // 4. dk_rope: the sum over the heads
-    launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,
-                 s.B, s.T, s.H, s.k_rope_stride);
-}
-
-}  // namespace
 
 size_t attention_workspace(AttnShape s) { return workspace_of(s, nullptr).bytes; }
 
 void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
                        AttnShape s, Ctx* ctx) {
     check_shape(s, k_rope);
-    const auto run = s.rope == 64 ? forward<64> : s.rope == 32 ? forward<32> : forward<16>;
-    run(out, lse, max_logit, q, kv, k_rope, s, ctx);
+    if (ctx->portable) return attention_portable_forward(out, lse, max_logit, q, kv, k_rope, s, ctx);
+    const Problem p = problem_of(s, ctx);
+    by_head_size(s, [&](auto size) {
+        constexpr int D = decltype(size)::value;
+        launch_long(attention_forward_kernel<D>, min_i64(p.order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>),
+                    ctx, maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, max_logit, p);
+    });
 }
 
 void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
@@ -386,6 +247,16 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
                         Ctx* ctx) {
     check_shape(s, k_rope);
     check_shape(s, dk_rope);
-    const auto run = s.rope == 64 ? backward<64> : s.rope == 32 ? backward<32> : backward<16>;
-    run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
+    if (ctx->portable) return attention_portable_backward(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
+    const Problem p = problem_of(s, ctx);
+    const int64_t blocks = min_i64(p.order.total(), ctx->sms);
+    by_head_size(s, [&](auto size) {
+        constexpr int D = decltype(size)::value;
+        const Workspace w = begin_backward<D>(dout, out, lse, s, ctx);
+        launch_long(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
+                    maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, p);
+        launch_long(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
+                    maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, p);
+        sum_rope<D>(dk_rope, w, s, ctx);
+    });
 }

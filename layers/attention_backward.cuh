@@ -10,10 +10,28 @@
 // memory.
 #pragma once
 
-#include "layers/attention_backward_dkv.cuh"
-#include "layers/attention_backward_dq.cuh"
+#include "layers/attention_parts.cuh"
 
 namespace {
+
+// The workspace of backward: its initial accumulators (attention_delta_kernel), padded to whole tiles, and the parts of
+// dk_rope per head.
+struct Workspace {
+    float *lse, *delta, *rope_part;
+    int64_t padded;  // tokens
+    size_t bytes;
+};
+
+Workspace workspace_of(AttnShape s, char* base) {
+    Workspace w;
+    w.padded = ceil_div(s.T, TILE) * TILE;
+    size_t rows = (size_t)(s.B * s.H * w.padded) * sizeof(float), parts = (size_t)(s.B * s.H * s.T * s.rope);
+    w.lse = (float*)base;
+    w.delta = (float*)(base + rows);
+    w.rope_part = (float*)(base + 2 * rows);
+    w.bytes = 2 * rows + parts * sizeof(float);
+    return w;
+}
 
 // Initial accumulators of the backward GEMMs, so that P = exp2(..) and dS = P * acc need no subtraction:
 //
@@ -73,6 +91,24 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
         for (int j = 0; j < 8; j++) sum[j] += x[j];
     }
     store(dk_rope + token * stride + column, sum);
+}
+
+// Queues the first kernel. Returns its results.
+template <int D>
+Workspace begin_backward(const floatX* dout, const floatX* out, const real* lse, AttnShape s, Ctx* ctx) {
+    const Workspace w = workspace_of(s, ctx_workspace<char>(ctx, (int64_t)attention_workspace(s)));
+    const int64_t rows = w.padded * s.H;  // of a sequence
+    ASSERT(rows < INT32_MAX);
+    launch_early(attention_delta_kernel<D>, grid_of_rows(blocks_for(rows, 256 / (D / 4)), s.B), 256, 0, ctx, w.delta,
+                 w.lse, dout, out, lse, s.B, s.T, s.H, w.padded, s.scale);
+    return w;
+}
+
+// Queues the last kernel.
+template <int D>
+void sum_rope(floatX* dk_rope, Workspace w, AttnShape s, Ctx* ctx) {
+    launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,
+                 s.B, s.T, s.H, s.k_rope_stride);
 }
 
 }  // namespace

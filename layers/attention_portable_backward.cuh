@@ -1,4 +1,4 @@
-// Backward on every NVIDIA GPU since Ampere; attention_portable.cuh explains the instructions. Four kernels in a row,
+// Backward on every NVIDIA GPU since Ampere; attention_portable.cu explains the instructions. Four kernels in a row,
 // as on Hopper (attention_backward.cuh): delta and lse; dq; dk and dv; dk_rope over the heads. The first and the last
 // are the same kernels as on Hopper.
 //
@@ -21,8 +21,6 @@
 //   dq       dP (v), S (k), dq (k)                v during S and dq, k during dP
 //   dkv      S (q), dP (dout), dk (q), dv (dout)  q during dv, dout during S
 #pragma once
-
-#include "layers/attention_portable.cuh"
 
 namespace {
 

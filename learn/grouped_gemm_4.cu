@@ -21,7 +21,6 @@ enum { THREADS = 256 };
 __global__ void __launch_bounds__(THREADS, 2)
     kernel_4(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC) {
     // The tile, and the operands' descriptors.
-    HOPPER_ONLY();
     __shared__ alignas(1024) uint8_t a[TILE_BYTES], b[TILE_BYTES];
     Tile t;
     if (!find_tile<SIDE, SIDE>(r, OC, t)) return;

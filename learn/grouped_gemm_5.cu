@@ -61,7 +61,6 @@ __device__ __forceinline__ void consume(Shared& s, float (&d)[SIDE / 2], int gro
 __global__ void __launch_bounds__(THREADS, 2)
     kernel_5(floatX* y, const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w, Ragged r,
              int64_t IC, int64_t OC) {
-    HOPPER_ONLY();
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared& s = *(Shared*)memory;
     Tile t;

@@ -1,6 +1,6 @@
 // Attention on the GPU against the reference in double, forward and backward, for the three head sizes. All kernels
 // that the GPU can run are tested: Hopper's (layers/attention_forward.cuh and attention_backward.cuh) and those for
-// every GPU (layers/attention_portable.cuh and attention_portable_backward.cuh).
+// every GPU (layers/attention_portable.cu and attention_portable_backward.cuh).
 //
 // Tolerances, of ||out - ref|| / ||ref||. bf16 rounds by at most u = 2^-9 = 1.95e-3 of each element, typically by u /
 // 1.7.
