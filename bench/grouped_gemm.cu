@@ -27,7 +27,7 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
         auto mine = [&] {
             if (pass == 0) grouped_gemm_forward((floatX*)ours, x, w, g.r, IC, OC, ctx);
             if (pass == 1) grouped_gemm_dgrad((floatX*)ours, y, w, g.r, IC, OC, ctx);
-            if (pass == 2) grouped_gemm_wgrad((real*)ours, y, x, ALL_BY_ROW, g.r, IC, OC, 1, ctx);
+            if (pass == 2) grouped_gemm_wgrad((real*)ours, NULL, y, x, ALL_BY_ROW, g.r, IC, OC, 1, ctx);
         };
         auto library = [&] {
             for (int e = 0; e < El; e++) {

@@ -81,8 +81,8 @@ static void bench_wgrad(int64_t OC, int64_t IC, int El, int64_t M) {
     mx_quantize_channels({qx, sx}, x, capacity, g.r, IC, {MX_RCEIL, 512}, ctx);
 
     // MXFP8 and bf16: the difference of the results, then the times.
-    auto mine = [&] { grouped_gemm_mx_wgrad(ours, {qdy, sdy}, {qx, sx}, capacity, g.r, IC, OC, 1, ctx); };
-    auto bf16 = [&] { grouped_gemm_wgrad(theirs, dy, x, ALL_BY_ROW, g.r, IC, OC, 1, ctx); };
+    auto mine = [&] { grouped_gemm_mx_wgrad(ours, NULL, {qdy, sdy}, {qx, sx}, capacity, g.r, IC, OC, 1, ctx); };
+    auto bf16 = [&] { grouped_gemm_wgrad(theirs, NULL, dy, x, ALL_BY_ROW, g.r, IC, OC, 1, ctx); };
     device_zero(ours, size * 4, ctx), device_zero(theirs, size * 4, ctx), device_zero(sums, 16, ctx);
     mine(), bf16();
     difference<<<512, 256, 0, stream>>>(ours, theirs, size, sums);

@@ -179,9 +179,9 @@ static void bench(const Case& c) {
     dy_rows = dy_here;
     row("by token: dgrad W2 with SwiGLU backward", 1, dgrad2);
     row("by token: wgrad W2", 1,
-        [&] { grouped_gemm_wgrad_rounded(rounded2, dy, gated.value, DY_BY_TOKEN, r, F, C, ctx); });
+        [&] { grouped_gemm_wgrad(NULL, rounded2, dy, gated.value, DY_BY_TOKEN, r, F, C, 0, ctx); });
     row("by token: wgrad W13", 2,
-        [&] { grouped_gemm_wgrad_rounded(rounded13, b.experts.dh, m.x.value, X_BY_TOKEN, r, C, 2 * F, ctx); });
+        [&] { grouped_gemm_wgrad(NULL, rounded13, b.experts.dh, m.x.value, X_BY_TOKEN, r, C, 2 * F, 0, ctx); });
 
     ctx_sync(ctx);
     dispatch_destroy(d);

@@ -46,10 +46,6 @@ struct Ctx {
     char name[320];
 };
 
-// True if the tensor cores take a scale for every 32 elements of MXFP8, through cuBLASLt
-// (mx/grouped_gemm_blackwell.cu).
-static inline bool has_block_scales(const Ctx* ctx) { return ctx->capability >= 100; }
-
 // The two halves of a master weight (masters_upload). Half a unit of the upper half is added, which carries into it.
 // NaN must not carry into the sign.
 static inline BOTH_SIDES uint32_t master_high(uint32_t bits) {

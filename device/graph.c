@@ -3,8 +3,6 @@
 
 #include "device/cpu.h"
 
-const char* graph_refusal(int of_bytes, Ctx* ctx) { return "the CPU build has no CUDA graphs"; }
-
 Graph* graph_create(void) { return NULL; }
 void graph_destroy(Graph* graph) {}
 

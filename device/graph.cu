@@ -11,10 +11,6 @@ struct Graph {
     cudaGraphExec_t exec;
 };
 
-const char* graph_refusal(int of_bytes, Ctx* ctx) {
-    return of_bytes && has_block_scales(ctx) ? "MXFP8 GEMMs wait for their sizes on this GPU" : NULL;
-}
-
 Graph* graph_create(void) { return (Graph*)host_alloc(sizeof(Graph)); }
 
 void graph_destroy(Graph* graph) {

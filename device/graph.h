@@ -13,10 +13,6 @@
 
 typedef struct Graph Graph;
 
-// The reason why work cannot be replayed on ctx's device; NULL if it can. of_bytes 1: the work has GEMMs on MXFP8
-// values (mx/grouped_gemm_mx.h), for which the host may wait.
-const char* graph_refusal(int of_bytes, Ctx* ctx);
-
 Graph* graph_create(void);
 void graph_destroy(Graph* graph);
 

@@ -48,6 +48,12 @@ static __device__ __forceinline__ void mma_bf16(float d[4], const uint32_t a[4],
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The sum over the four lanes that share a row of d.
+static __device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
 // Begins to copy 16 bytes: `bytes` (0 .. 16) of them from global memory, and zeros for the rest. With 0 bytes the
 // address is not read. Both addresses are 16-byte aligned.
 static __device__ __forceinline__ void copy_async_16(void* shared, const void* global, int bytes) {

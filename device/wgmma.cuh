@@ -244,16 +244,6 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
 #undef WGMMA_SS
 }
 
-// The same on e4m3 over k32, N 128, both operands K-major. Here the tensor cores keep only about 14 bits below the
-// largest addend. So callers make long sums of short ones.
-static __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" WGMMA_REGS128 "}, %64, %65, p, 1, 1;\n}"
-        : WGMMA_OUT128
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
 // The same with A (64, 16) in registers, two bf16 in each:
 //
 //   a[0]          row l / 4,      columns l % 4 * 2 and the next

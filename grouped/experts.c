@@ -28,15 +28,3 @@ void experts_swiglu_backward(ExpertsBackward t, Ragged r, int64_t F, Ctx* ctx) {
         t.drow_gate[row] = dgate;
     }
 }
-
-void experts_gate_backward(ExpertsBackward t, Ragged r, int64_t F, Ctx* ctx) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < r.group_start[r.El]; row++) {
-        floatX* a = t.gated_a + row * F;
-        real dgate = 0;
-#pragma omp simd reduction(+ : dgate)
-        for (int64_t i = 0; i < F; i++) dgate += t.da_ungated[row * F + i] * a[i];
-        for (int64_t i = 0; i < F; i++) a[i] = a[i] * r.row_gate[row];
-        t.drow_gate[row] = dgate;
-    }
-}

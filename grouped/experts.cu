@@ -4,7 +4,6 @@
 //     kernel      elements moved per output    work per thread or warp
 //     forward     3                            a thread: one 16-byte vector
 //     backward    6                            a warp: one row, so that <da', a> is one warp's sum in a fixed order
-//     of the gate 3                            the same
 #include "grouped/experts.cuh"
 
 // Elementwise: each thread handles one 16-byte vector (8 columns) per iteration.
@@ -74,32 +73,6 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-// One warp per row, with the sum of the kernel above.
-static __global__ void __launch_bounds__(256)
-    experts_gate_backward_kernel(floatX* gated_a, float* drow_gate, const floatX* da_ungated, Ragged r, int64_t F) {
-    wait_for_previous();
-    const int lane = threadIdx.x % 32;
-    const int64_t used = r.group_start[r.El];
-    for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8) {
-        const bool real_row = r.row_token[row] >= 0;
-        float dot = 0;
-        for (int64_t c = row * F + lane * 8; real_row && c < (row + 1) * F; c += 256) {
-            float a[8], x[8], part = 0;
-            load(a, gated_a + c);
-            load(x, da_ungated + c);
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                part += x[j] * a[j];
-                a[j] *= r.row_gate[row];
-            }
-            dot += part;
-            store(gated_a + c, a);
-        }
-        dot = warp_sum(dot);
-        if (lane == 0) drow_gate[row] = dot;
-    }
-}
-
 void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx* ctx) {
     ASSERT(wide(F, a, h));
     const unsigned blocks = walking_blocks(ceil_div(r.capacity * (F / 8), 256), ctx);
@@ -111,10 +84,4 @@ void experts_swiglu_backward(ExpertsBackward t, Ragged r, int64_t F, Ctx* ctx) {
     const unsigned blocks = walking_blocks(ceil_div(r.capacity, 8), ctx);
     launch_early(experts_swiglu_backward_kernel, blocks, 256, 0, ctx, t.dh, t.gated_a, t.drow_gate, t.da_ungated, t.h,
                  r, F);
-}
-
-void experts_gate_backward(ExpertsBackward t, Ragged r, int64_t F, Ctx* ctx) {
-    ASSERT(wide(F, t.gated_a, t.da_ungated));
-    const unsigned blocks = walking_blocks(ceil_div(r.capacity, 8), ctx);
-    launch_early(experts_gate_backward_kernel, blocks, 256, 0, ctx, t.gated_a, t.drow_gate, t.da_ungated, r, F);
 }

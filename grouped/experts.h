@@ -25,5 +25,3 @@ typedef struct ExpertsBackward {
     const floatX* h;           // (capacity, 2F)
 } ExpertsBackward;
 void experts_swiglu_backward(ExpertsBackward tensors, Ragged ragged, int64_t F, Ctx* ctx);
-// drow_gate and gated_a once more, for an `a` that forward has quantized: gated_a holds that a, with zeros in pad rows.
-void experts_gate_backward(ExpertsBackward tensors, Ragged ragged, int64_t F, Ctx* ctx);

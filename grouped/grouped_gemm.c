@@ -7,20 +7,27 @@
 // Grouped GEMM on the CPU. Experts have different numbers of rows, so threads take (expert, tile) pairs dynamically.
 // Tile i is an expert's rows from i * TILE on; it is empty for an expert with fewer rows.
 
-static int64_t most_tiles(Ragged r) {
-    int64_t most = 0;
+// out (rows, columns) = in (rows, depth) W_e for every expert e, or W_e^T.
+static void multiply_rows(floatX* out, const floatX* in, const floatX* w, int transpose, Ragged r, int64_t depth,
+                          int64_t columns) {
+    int64_t most = 0;  // rows of an expert
     for (int32_t e = 0; e < r.El; e++) most = max_i64(most, r.group_rows[e]);
-    return ceil_div(most, TILE);
+#pragma omp parallel for schedule(dynamic) collapse(2)
+    for (int64_t tile = 0; tile < ceil_div(most, TILE); tile++)
+        for (int32_t e = 0; e < r.El; e++) {
+            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
+            if (rows > 0)
+                gemm(0, transpose, rows, columns, depth, 1, in + at * depth, depth, w + e * depth * columns,
+                     transpose ? depth : columns, 0, out + at * columns, columns);
+        }
 }
 
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    int64_t tiles = most_tiles(r);
-#pragma omp parallel for schedule(dynamic) collapse(2)
-    for (int64_t tile = 0; tile < tiles; tile++)
-        for (int32_t e = 0; e < r.El; e++) {
-            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
-            if (rows > 0) gemm(0, 1, rows, OC, IC, 1, x + at * IC, IC, w + e * OC * IC, IC, 0, y + at * OC, OC);
-        }
+    multiply_rows(y, x, w, 1, r, IC, OC);
+}
+
+void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    multiply_rows(dx, dy, w, 0, r, OC, IC);
 }
 
 int grouped_gemm_fuses(const Ctx* ctx) { return 0; }
@@ -53,19 +60,10 @@ void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX
     free(rows);
 }
 
-void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    int64_t tiles = most_tiles(r);
-#pragma omp parallel for schedule(dynamic) collapse(2)
-    for (int64_t tile = 0; tile < tiles; tile++)
-        for (int32_t e = 0; e < r.El; e++) {
-            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
-            if (rows > 0) gemm(0, 0, rows, IC, OC, 1, dy + at * OC, OC, w + e * OC * IC, IC, 0, dx + at * IC, IC);
-        }
-}
-
-void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,
-                        int64_t OC, int accumulate, Ctx* ctx) {
+void grouped_gemm_wgrad(real* dw, floatX* rounded, const floatX* dy, const floatX* x, GroupedRows order, Ragged r,
+                        int64_t IC, int64_t OC, int accumulate, Ctx* ctx) {
     floatX* rows = NULL;
+    if (rounded) dw = rounded;
     if (order == DY_BY_TOKEN) dy = rows = permuted(dy, r, OC, ctx);
     if (order == X_BY_TOKEN) x = rows = permuted(x, r, IC, ctx);
 #pragma omp parallel for schedule(dynamic) collapse(2)
@@ -76,9 +74,4 @@ void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows
                  dw + (e * OC + o) * IC, IC);
         }
     free(rows);
-}
-
-void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,
-                                int64_t OC, Ctx* ctx) {
-    grouped_gemm_wgrad(dw, dy, x, order, r, IC, OC, 0, ctx);
 }

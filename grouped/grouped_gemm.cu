@@ -189,9 +189,7 @@ __device__ __forceinline__ void swiglu_backward(Shared<P>& s, const float (&d)[P
             // <da', a> of 128 columns, summed in a fixed order.
             if (i % 2 == 1 || piece.column + BOX >= columns)
                 for (int half = 0; half < 2; half++) {
-                    float sum = dot[k][half];
-                    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-                    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                    const float sum = quad_sum(dot[k][half]);
                     if (lane % 4 == 0 && first + 8 * half < to.rows)
                         to.drow_gate[(int64_t)(first + 8 * half) * to.parts + piece.column / SQUARE_SIDE] = sum;
                     dot[k][half] = 0;
@@ -371,7 +369,7 @@ void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX
                          grouped_gemm_gate_parts(F),
                          (int)F};
     const bool by_token = order == DY_BY_TOKEN;
-    const CUtensorMap rows = by_token ? w : matrix_map(dy, 0, r.capacity, C, BOX, ctx);
+    const CUtensorMap rows = matrix_map(dy, 0, r.capacity, C, BOX, ctx);
     const Tokens tokens = by_token ? tokens_of(dy, r, C) : Tokens{};
     if (C <= PING_PONG_WIDTH)
         by_token ? run<TokensA<DgradSwigluPingPong>>(rows, w, to, g, tokens, ctx)
@@ -392,10 +390,7 @@ static void wgrad(Out* dw, const floatX* dy, const floatX* x, GroupedRows order,
     const Epilogue to = plain(dw, r.El, OC, IC, ctx);
     Groups g = groups_of(r, OC, IC, r.capacity, ctx);
     g.add = accumulate;
-    const CUtensorMap a = matrix_map(order == DY_BY_TOKEN ? x : dy, 0, r.capacity, order == DY_BY_TOKEN ? IC : OC, BOX,
-                                     ctx),
-                      b = matrix_map(order == X_BY_TOKEN ? dy : x, 0, r.capacity, order == X_BY_TOKEN ? OC : IC, BOX,
-                                     ctx);
+    const CUtensorMap a = matrix_map(dy, 0, r.capacity, OC, BOX, ctx), b = matrix_map(x, 0, r.capacity, IC, BOX, ctx);
     if (order == DY_BY_TOKEN)
         run<TokensA<Wgrad>, Out>(a, b, to, g, tokens_of(dy, r, OC), ctx);
     else if (order == X_BY_TOKEN)
@@ -404,12 +399,7 @@ static void wgrad(Out* dw, const floatX* dy, const floatX* x, GroupedRows order,
         run<Wgrad, Out>(a, b, to, g, {}, ctx);
 }
 
-void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,
-                        int64_t OC, int accumulate, Ctx* ctx) {
-    wgrad(dw, dy, x, order, r, IC, OC, accumulate, ctx);
-}
-
-void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged r, int64_t IC,
-                                int64_t OC, Ctx* ctx) {
-    wgrad(dw, dy, x, order, r, IC, OC, 0, ctx);
+void grouped_gemm_wgrad(real* dw, floatX* rounded, const floatX* dy, const floatX* x, GroupedRows order, Ragged r,
+                        int64_t IC, int64_t OC, int accumulate, Ctx* ctx) {
+    rounded ? wgrad(rounded, dy, x, order, r, IC, OC, 0, ctx) : wgrad(dw, dy, x, order, r, IC, OC, accumulate, ctx);
 }

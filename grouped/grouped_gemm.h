@@ -36,9 +36,7 @@ void grouped_gemm_dgrad_swiglu(ExpertsBackward tensors, const floatX* dy, const 
                                Ragged ragged, int64_t C, int64_t F, Ctx* ctx);
 static inline int32_t grouped_gemm_gate_parts(int64_t F) { return (int32_t)ceil_div(F, 128); }
 
-// dW_e = sum of dy[r] x[r]^T over the rows r of expert e, 0 without rows; += with accumulate 1
-void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged ragged, int64_t IC,
-                        int64_t OC, int accumulate, Ctx* ctx);
-// The same without accumulation: the float32 sums are rounded once.
-void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, GroupedRows order, Ragged ragged,
-                                int64_t IC, int64_t OC, Ctx* ctx);
+// dW_e = sum of dy[r] x[r]^T over the rows r of expert e, 0 without rows; += with accumulate 1. With `rounded`
+// (not NULL, without accumulation) it is written there and not to dw: the float32 sums are rounded once.
+void grouped_gemm_wgrad(real* dw, floatX* rounded, const floatX* dy, const floatX* x, GroupedRows order, Ragged ragged,
+                        int64_t IC, int64_t OC, int accumulate, Ctx* ctx);

@@ -1,9 +1,10 @@
 // The ragged buffer on the GPU. permute_plan is a stable counting sort of the choices (layers/sort.cuh, three short
 // launches). The other kernels move rows in 16-byte vectors and are bound by memory:
 //
-//     permute_rows     K copies of each token, in an order that reads it from memory once (grouped/permute.cuh)
+//     permute_rows     K copies of each token, in an order that reads it from memory once
 //     unpermute_rows   by token: K rows in, one row out, summed in float32 in the order of k
-#include "grouped/permute.cuh"
+#include "grouped/permute.h"
+#include "layers/rows.cuh"
 #include "layers/sort.cuh"
 
 size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return sort_workspace(N * K, El) * sizeof(int32_t); }
@@ -52,33 +53,38 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
     counting_sort(Choice{expert}, Plan{r, gate, K}, N * K, r.El, row_align(BACKEND), workspace, ctx);
 }
 
+// L2 reuse: an expert's rows are in token order, so blocks take the same slice of every expert before the next slice.
+// All copies of a token are then made at about the same time: its first read is from memory, the others are from L2.
+//
 // One warp per row. Short rows (C < NARROW) would give a warp too few loads in flight, so they are merged (TOGETHER): a
 // slice is contiguous in `rows`, and a warp copies 2 KB of it at a time.
-enum { VECTORS = 4, NARROW = 1024 };
+enum { PERMUTE_WARPS = 8, VECTORS = 4, NARROW = 1024 };
 template <bool TOGETHER>
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     permute_rows_kernel(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
-    // One warp per row.
     wait_for_previous();
-    const PermuteSlice slice = permute_slice(r, slices);
+    // This block's slice of an expert's rows, with pad rows.
+    const int64_t e = blockIdx.x % r.El, slice = blockIdx.x / r.El;
+    const int64_t start = r.group_start[e], length = r.group_start[e + 1] - start;
+    const int64_t first = start + length * slice / slices, end = start + length * (slice + 1) / slices;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (!TOGETHER) {
-        for (int64_t row = slice.first + warp; row < slice.end; row += PERMUTE_WARPS) {
+        for (int64_t row = first + warp; row < end; row += PERMUTE_WARPS) {
             const int64_t token = r.row_token[row];
             copy_row(rows + row * C, token < 0 ? NULL : tokens + token * C, C);
         }
         return;
     }
     // Merged rows: each lane copies several 16-byte vectors at once.
-    const int of_row = (int)(C / 8), count = (int)(slice.end - slice.first) * of_row;
-    Vec8* to = (Vec8*)(rows + slice.first * C);
+    const int of_row = (int)(C / 8), count = (int)(end - first) * of_row;
+    Vec8* to = (Vec8*)(rows + first * C);
     for (int i0 = warp * 32 * VECTORS + lane; i0 < count; i0 += PERMUTE_WARPS * 32 * VECTORS) {
         // All loads are issued before the first store; a pad row is zeros.
         Vec8 p[VECTORS] = {};
 #pragma unroll
         for (int j = 0; j < VECTORS; j++) {
             const int i = i0 + 32 * j;
-            const int64_t token = i < count ? r.row_token[slice.first + i / of_row] : -1;
+            const int64_t token = i < count ? r.row_token[first + i / of_row] : -1;
             if (token >= 0) p[j] = *(const Vec8*)(tokens + token * C + i % of_row * 8);
         }
 #pragma unroll
@@ -88,9 +94,9 @@ static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
 }
 
 void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* ctx) {
-    // Rows are copied as 2-byte elements. At balanced load a warp copies one row, or 2 KB.
+    // Rows are copied as 2-byte elements. At balanced load a warp copies one row, or 2 KB; a block has a slice.
     const int64_t C = (int64_t)row_bytes / 2, together = C < NARROW ? 8 * 32 * VECTORS / C : 1;
-    const int64_t slices = permute_slices(r, PERMUTE_WARPS * together);
+    const int64_t slices = ceil_div(r.capacity, r.El * PERMUTE_WARPS * together);
     ASSERT(row_bytes % 16 == 0 && aligned(to, from));
     launch_early(C < NARROW ? permute_rows_kernel<true> : permute_rows_kernel<false>, slices * r.El, 32 * PERMUTE_WARPS,
                  0, ctx, to, from, r, C, slices);

@@ -49,12 +49,6 @@ __device__ __forceinline__ void take_in_logit(float* max_logit, float x) {
         atomicMin((unsigned*)max_logit, __float_as_uint(x));
 }
 
-// The sum over the four lanes that share a row of an accumulator.
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 // Initializes an accumulator: every row gets the same N / 2 numbers, one per column.
 template <int N>
 __device__ __forceinline__ void start_columns(float (&d)[N], const float* columns) {

@@ -123,8 +123,5 @@ void grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memo
     }
     ASSERT(!is_by_token(dy) || !is_by_token(x));
     const GroupedRows order = is_by_token(dy) ? DY_BY_TOKEN : is_by_token(x) ? X_BY_TOKEN : ALL_BY_ROW;
-    if (w->rounded_grad)
-        grouped_gemm_wgrad_rounded(w->rounded_grad, dy.value, x.value, order, r, w->IC, w->OC, ctx);
-    else
-        grouped_gemm_wgrad(w->grad, dy.value, x.value, order, r, w->IC, w->OC, w->accumulate, ctx);
+    grouped_gemm_wgrad(w->grad, w->rounded_grad, dy.value, x.value, order, r, w->IC, w->OC, w->accumulate, ctx);
 }

@@ -346,10 +346,7 @@ static Rows operand_by_column(Rows x, Rows memory, const Format* f, int32_t alig
 void quantized_grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memory, Ragged r, Ctx* ctx) {
     dy = operand_by_column(dy, dy_memory, w->wgrad, MX_CHUNK, r, ctx);
     x = operand_by_column(x, x_memory, w->wgrad, MX_RUN, r, ctx);
-    if (w->rounded_grad)
-        grouped_gemm_mx_wgrad_rounded(w->rounded_grad, dy.bytes, x.bytes, dy.count, r, w->IC, w->OC, ctx);
-    else
-        grouped_gemm_mx_wgrad(w->grad, dy.bytes, x.bytes, dy.count, r, w->IC, w->OC, w->accumulate, ctx);
+    grouped_gemm_mx_wgrad(w->grad, w->rounded_grad, dy.bytes, x.bytes, dy.count, r, w->IC, w->OC, w->accumulate, ctx);
 }
 
 Rows quantized_wgrad_rows(const Weight* w, int operand, Rows x, Rows memory, Ragged r, Ctx* ctx) {

@@ -369,5 +369,6 @@ const char* model_unreplayed(const Model* m) {
     const RunConfig* s = &m->run;
     if (s->graph == GRAPH_OFF) return "--graph off";
     if (m->layout.ranks > 1) return "with several ranks every transfer is watched";
-    return graph_refusal(m->shapes.moe.formats.packed, m->ctx);
+    if (BACKEND == BACKEND_CPU) return "the CPU build has no CUDA graphs";
+    return m->shapes.moe.formats.packed ? grouped_gemm_mx_unreplayed(m->ctx) : NULL;
 }

@@ -4,7 +4,11 @@
 // (layers/matmul.h).
 #pragma once
 
+#include "device/cuda.cuh"
 #include "mx/grouped_gemm_mx.h"
+
+// True if the tensor cores take a scale for every 32 elements of MXFP8, through cuBLASLt.
+static inline bool has_block_scales(const Ctx* ctx) { return ctx->capability >= 100; }
 
 // Accumulators are not short here, and any MXFP8 scales are allowed. OC is a multiple of 16.
 void grouped_gemm_lt_mx(floatX* y, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);

@@ -9,6 +9,7 @@
 // dot products are summed first. The sums are then multiplied by the chunk's two scales.
 
 char* grouped_gemm_mx_missing(Ctx* ctx) { return NULL; }
+const char* grouped_gemm_mx_unreplayed(Ctx* ctx) { return NULL; }
 
 // One chunk of an operand: a row for each row (a) or column (b) of the output.
 typedef struct Chunk {
@@ -71,8 +72,9 @@ void grouped_gemm_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, int6
 }
 
 // Wgrad, the same way: rows are channels of dy, columns are channels of x.
-void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
-                           int accumulate, Ctx* ctx) {
+void grouped_gemm_mx_wgrad(real* dw, floatX* rounded, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC,
+                           int64_t OC, int accumulate, Ctx* ctx) {
+    if (rounded) dw = rounded;
     const int64_t rows = ceil_div(OC, TILE), columns = ceil_div(IC, TILE);
     real value[256];
     decode_all(value);
@@ -94,11 +96,6 @@ void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragg
                     add_chunk(out, IC, dys, xs, height, width, min_i64(MX_CHUNK, end - at), value);
                 }
             }
-}
-
-void grouped_gemm_mx_wgrad_rounded(floatX* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
-                                   Ctx* ctx) {
-    grouped_gemm_mx_wgrad(dw, dy, x, length, r, IC, OC, 0, ctx);
 }
 
 void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged r, int accumulate,

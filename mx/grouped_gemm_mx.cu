@@ -192,6 +192,16 @@ __device__ __forceinline__ void fill_column_scales(Shared<Mx>& s, const Wgrads& 
 
 // --- The consumer warpgroups ---
 
+// wgmma_ss on e4m3 over k32, N 128, both operands K-major. Here the tensor cores keep only about 14 bits below the
+// largest addend. So callers make long sums of short ones.
+__device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" WGMMA_REGS128 "}, %64, %65, p, 1, 1;\n}"
+        : WGMMA_OUT128
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
 // State of a consumer warp.
 template <typename Scales>
 struct Consumer {
@@ -384,6 +394,10 @@ __global__ void __launch_bounds__(256) zero_without_rows(uint4* dw, const int32_
 
 char* grouped_gemm_mx_missing(Ctx* ctx) { return kernels_without_fast(ctx->capability, ctx->portable); }
 
+const char* grouped_gemm_mx_unreplayed(Ctx* ctx) {
+    return has_block_scales(ctx) ? "MXFP8 GEMMs wait for their sizes on this GPU" : NULL;
+}
+
 void grouped_gemm_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % 8 == 0);
     if (r.capacity == 0 || r.El == 0) return;
@@ -414,14 +428,9 @@ static void wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int6
                     matrix_map(x.q, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g);
 }
 
-void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
-                           int accumulate, Ctx* ctx) {
-    wgrad(dw, dy, x, length, r, IC, OC, accumulate, ctx);
-}
-
-void grouped_gemm_mx_wgrad_rounded(floatX* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
-                                   Ctx* ctx) {
-    wgrad(dw, dy, x, length, r, IC, OC, 0, ctx);
+void grouped_gemm_mx_wgrad(real* dw, floatX* rounded, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC,
+                           int64_t OC, int accumulate, Ctx* ctx) {
+    rounded ? wgrad(rounded, dy, x, length, r, IC, OC, 0, ctx) : wgrad(dw, dy, x, length, r, IC, OC, accumulate, ctx);
 }
 
 void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged r, int accumulate,

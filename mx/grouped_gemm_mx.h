@@ -20,6 +20,9 @@
 // NULL if this device has these GEMMs; else the reason in newly allocated memory.
 char* grouped_gemm_mx_missing(Ctx* ctx);
 
+// The reason why a CUDA graph cannot replay them on this device; NULL if it can.
+const char* grouped_gemm_mx_unreplayed(Ctx* ctx);
+
 // W quantized in tiles: q (El, OC, IC) and scale (El, ceil(OC / 128), ceil(IC / 128)). The strides of the scales are
 // those of a step in o / 128 and in c; for a transposed W these two are swapped.
 typedef struct MxTiles {
@@ -36,15 +39,13 @@ void grouped_gemm_mx(floatX* y, MxBytes x, MxTiles w, Ragged ragged, int64_t IC,
 //
 //   dw[e][o][i]  = sum over chunks c of e: 2^(sdy[c][o] - 127) 2^(sx[c][i] - 127) sum_{k in c} dy[o][k] x[i][k]
 //
-// or += with accumulate 1; 0 for an expert without rows. IC and OC are multiples of 32. Precision: within a chunk as
+// or += with accumulate 1; 0 for an expert without rows. With `rounded` (not NULL, without accumulation) it is written
+// there and not to dw: the sums are rounded once. IC and OC are multiples of 32. Precision: within a chunk as
 // above. On the GPU the accumulator is kept relative to x's current scale. At a 512-row boundary it is multiplied by
 // the ratio of the old to the new scale of a channel. A ratio of 2^128 or more gives Inf or NaN; one below 2^-126
 // flushes the accumulator to zero.
-void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC, int64_t OC,
-                           int accumulate, Ctx* ctx);
-// The same without accumulation: the sums are rounded once.
-void grouped_gemm_mx_wgrad_rounded(floatX* dw, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC,
-                                   int64_t OC, Ctx* ctx);
+void grouped_gemm_mx_wgrad(real* dw, floatX* rounded, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC,
+                           int64_t OC, int accumulate, Ctx* ctx);
 
 // Wgrad of several matrices over the rows of one group, in one call. On Hopper this is one launch, which fills the GPU
 // where a single matrix would not. The operands of all matrices are stored one after another, each as above. For matrix
@@ -64,6 +65,6 @@ void gemm_mx_wgrads(const MxMatrix* matrices, int count,  // at most MX_MATRICES
 static inline void mx_one_by_one(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged rows,
                                  int accumulate, Ctx* ctx) {
     for (const MxMatrix* m = list; m < list + count; m++)
-        grouped_gemm_mx_wgrad(m->dw, mx_from_channel(dy, m->dy, length), mx_from_channel(x, m->x, length), length, rows,
-                              m->IC, m->OC, accumulate, ctx);
+        grouped_gemm_mx_wgrad(m->dw, NULL, mx_from_channel(dy, m->dy, length), mx_from_channel(x, m->x, length), length,
+                              rows, m->IC, m->OC, accumulate, ctx);
 }

@@ -33,3 +33,15 @@ void mx_swiglu_backward_both(MxBytes out, MxBytes channels, ExpertsBackward t, i
     }
     free(t.dh);
 }
+
+void experts_gate_backward(ExpertsBackward t, Ragged r, int64_t F, Ctx* ctx) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < r.group_start[r.El]; row++) {
+        floatX* a = t.gated_a + row * F;
+        real dgate = 0;
+#pragma omp simd reduction(+ : dgate)
+        for (int64_t i = 0; i < F; i++) dgate += t.da_ungated[row * F + i] * a[i];
+        for (int64_t i = 0; i < F; i++) a[i] = a[i] * r.row_gate[row];
+        t.drow_gate[row] = dgate;
+    }
+}

@@ -197,6 +197,32 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
     }
 }
 
+// The backward of the gate. One warp per row, summed as in experts.cu.
+static __global__ void __launch_bounds__(256)
+    experts_gate_backward_kernel(floatX* gated_a, float* drow_gate, const floatX* da_ungated, Ragged r, int64_t F) {
+    wait_for_previous();
+    const int lane = threadIdx.x % 32;
+    const int64_t used = r.group_start[r.El];
+    for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8) {
+        const bool real_row = r.row_token[row] >= 0;
+        float dot = 0;
+        for (int64_t c = row * F + lane * 8; real_row && c < (row + 1) * F; c += 256) {
+            float a[8], x[8], part = 0;
+            load(a, gated_a + c);
+            load(x, da_ungated + c);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                part += x[j] * a[j];
+                a[j] *= r.row_gate[row];
+            }
+            dot += part;
+            store(gated_a + c, a);
+        }
+        dot = warp_sum(dot);
+        if (lane == 0) drow_gate[row] = dot;
+    }
+}
+
 void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged r, int64_t F, int32_t scale_mode, Ctx* ctx) {
     ASSERT(aligned(out.q, h));
     launch_early(swiglu_kernel, walking_blocks(row_blocks(r.capacity, F), ctx), 32 * ROW_WARPS, 0, ctx, out.q,
@@ -217,4 +243,10 @@ void mx_swiglu_backward_both(MxBytes out, MxBytes channels, ExpertsBackward t, i
         run(GatedRows{r}, 1);
     else
         run(TokenRows{r.capacity}, (unsigned)(F / MX_CHUNK));
+}
+
+void experts_gate_backward(ExpertsBackward t, Ragged r, int64_t F, Ctx* ctx) {
+    ASSERT(wide(F, t.gated_a, t.da_ungated));
+    const unsigned blocks = walking_blocks(ceil_div(r.capacity, 8), ctx);
+    launch_early(experts_gate_backward_kernel, blocks, 256, 0, ctx, t.gated_a, t.drow_gate, t.da_ungated, r, F);
 }

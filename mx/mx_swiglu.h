@@ -21,3 +21,7 @@ void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged ragged, int64_t F, 
 // (layers/swiglu.h) and mx_quantize_both: gates are 1, `a` is not quantized, and drow_gate is not written.
 void mx_swiglu_backward_both(MxBytes out, MxBytes channels, ExpertsBackward tensors, int64_t length, Ragged ragged,
                              int64_t F, int32_t scale_mode, Ctx* ctx);
+
+// drow_gate and gated_a of experts_swiglu_backward once more, for an `a` that forward has quantized: gated_a holds that
+// a, with zeros in pad rows.
+void experts_gate_backward(ExpertsBackward tensors, Ragged ragged, int64_t F, Ctx* ctx);

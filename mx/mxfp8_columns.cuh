@@ -97,7 +97,7 @@ struct ByteRows {
 
 // mx_quantize_channels and mx_requantize_channels. A thread block has DOWN x ACROSS warps. It walks an expert's rows in
 // chunks (2 x 2 warps: 128 rows x 128 columns) or in 512-row scale groups (8 x 1 warps: 512 rows x 64 columns). Each of
-// these has one scale per column. As in permute_slice, blocks take the same slice of every expert before the next
+// these has one scale per column. As in permute_rows, blocks take the same slice of every expert before the next
 // slice.
 template <typename Source, int DOWN, int ACROSS>
 static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 5 : 0)

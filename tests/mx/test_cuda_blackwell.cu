@@ -282,8 +282,8 @@ static void compare_wgrad(const Rows& rows, int64_t IC, int64_t OC, int64_t shor
                                  OC, accumulate, with);
         ctx_sync(with);
         REFERENCE(grouped_gemm_mx_wgrad)
-        ((real*)dw.ref(), {dy.q.host.data(), dy.scale.host.data()}, {x.q.host.data(), x.scale.host.data()}, dy.length,
-         l.reference(), IC, OC, accumulate, reference_ctx);
+        ((real*)dw.ref(), NULL, {dy.q.host.data(), dy.scale.host.data()}, {x.q.host.data(), x.scale.host.data()},
+         dy.length, l.reference(), IC, OC, accumulate, reference_ctx);
         CHECK_CLOSE(dw, has_block_scales(ctx) ? MX_CHECK_BOUND : 4e-6);
     }
 }

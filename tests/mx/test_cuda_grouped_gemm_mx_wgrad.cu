@@ -55,21 +55,21 @@ struct Product {
           dw((l.El() + 1) * OC * IC, 3, 8.0),
           start(dw.host) {}
     void run(int accumulate = 1) {
-        grouped_gemm_mx_wgrad(dw.dev, {dy.q.dev, dy.scale.dev}, {x.q.dev, x.scale.dev}, dy.length, l.device(), IC, OC,
-                              accumulate, ctx);
+        grouped_gemm_mx_wgrad(dw.dev, NULL, {dy.q.dev, dy.scale.dev}, {x.q.dev, x.scale.dev}, dy.length, l.device(), IC,
+                              OC, accumulate, ctx);
     }
     // Overwrites dw on the host.
     void reference(int accumulate) {
         REFERENCE(grouped_gemm_mx_wgrad)
-        ((real*)dw.ref(), {dy.q.host.data(), dy.scale.host.data()}, {x.q.host.data(), x.scale.host.data()}, dy.length,
-         l.reference(), IC, OC, accumulate, reference_ctx);
+        ((real*)dw.ref(), NULL, {dy.q.host.data(), dy.scale.host.data()}, {x.q.host.data(), x.scale.host.data()},
+         dy.length, l.reference(), IC, OC, accumulate, reference_ctx);
     }
     void reset() { dw.host = start, dw.send(); }
     // The rounded dW, beside the dW of run(0). The expert too many stays as it was.
     void check_rounding() {
         X rounded((l.El() + 1) * OC * IC, 3, 8.0);
-        grouped_gemm_mx_wgrad_rounded(rounded.dev, {dy.q.dev, dy.scale.dev}, {x.q.dev, x.scale.dev}, dy.length,
-                                      l.device(), IC, OC, ctx);
+        grouped_gemm_mx_wgrad(NULL, rounded.dev, {dy.q.dev, dy.scale.dev}, {x.q.dev, x.scale.dev}, dy.length,
+                              l.device(), IC, OC, 0, ctx);
         check_rounded(rounded, dw);
     }
 };
@@ -233,10 +233,10 @@ static void test_against_values(void) {
     Bytes qx(IC * l.end, 0), sx(l.end / 128 * IC, 0), qdy(OC * l.end, 0), sdy(l.end / 128 * OC, 0);
     mx_quantize_channels({qx.dev, sx.dev}, x.dev, l.end, r, IC, {MX_RCEIL, 512}, ctx);
     mx_quantize_channels({qdy.dev, sdy.dev}, dy.dev, l.end, r, OC, {MX_RCEIL, 128}, ctx);
-    grouped_gemm_mx_wgrad(by_bytes.dev, {qdy.dev, sdy.dev}, {qx.dev, sx.dev}, l.end, r, IC, OC, 1, ctx);
+    grouped_gemm_mx_wgrad(by_bytes.dev, NULL, {qdy.dev, sdy.dev}, {qx.dev, sx.dev}, l.end, r, IC, OC, 1, ctx);
     mx_round_columns(x.dev, x.dev, r, IC, {MX_RCEIL, 128}, ctx);
     mx_round_columns(dy.dev, dy.dev, r, OC, {MX_RCEIL, 128}, ctx);
-    grouped_gemm_wgrad(by_values.dev, dy.dev, x.dev, ALL_BY_ROW, r, IC, OC, 1, ctx);
+    grouped_gemm_wgrad(by_values.dev, NULL, dy.dev, x.dev, ALL_BY_ROW, r, IC, OC, 1, ctx);
     by_bytes.host = by_values.got();
     CHECK_CLOSE(by_bytes, TENSOR_TOLERANCE);
 }

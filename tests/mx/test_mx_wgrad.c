@@ -116,7 +116,7 @@ static void run_by_channel(void* arg) {
     mx_quantize_channels((MxBytes){b->qx, b->sx}, b->x, b->length, r, b->IC, (MxRecipe){MX_RCEIL, 512}, ctx);
     mx_quantize_channels((MxBytes){b->qdy, b->sdy}, b->dy, b->length, r, b->OC, (MxRecipe){MX_RCEIL, 128}, ctx);
     b->dw = copied(b->dw_before, r.El * b->OC * b->IC);
-    grouped_gemm_mx_wgrad(b->dw, (MxBytes){b->qdy, b->sdy}, (MxBytes){b->qx, b->sx}, b->length, r, b->IC, b->OC,
+    grouped_gemm_mx_wgrad(b->dw, NULL, (MxBytes){b->qdy, b->sdy}, (MxBytes){b->qx, b->sx}, b->length, r, b->IC, b->OC,
                           b->accumulate, ctx);
     ctx_destroy(ctx);
 }

@@ -32,7 +32,7 @@ static double error_of_product(int64_t K, int32_t align) {
     r.El = 1, r.capacity = K, r.group_start = start.dev, r.group_rows = rows.dev;
     cast_columns(dy, r, OC, {MX_RCEIL, align});
     cast_columns(x, r, IC, {MX_RCEIL, align});
-    grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, ALL_BY_ROW, r, IC, OC, 0, ctx);
+    grouped_gemm_wgrad(dw.dev, NULL, dy.dev, x.dev, ALL_BY_ROW, r, IC, OC, 0, ctx);
     matmul_wgrad(library.dev, dy.dev, x.dev, K, IC, OC, 0, ctx);
     REFERENCE(matmul_wgrad)((real*)dw.ref(), (floatX*)dy.ref(), (floatX*)x.ref(), K, IC, OC, 0, reference_ctx);
     library.host = dw.host;

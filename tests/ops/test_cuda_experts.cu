@@ -1,5 +1,6 @@
 // The CUDA kernels of the experts' SwiGLU against the double reference. Tolerances: tests/cuda.cuh.
 #include "grouped/experts.h"
+#include "mx/mx_swiglu.h"
 #include "tests/layout.cuh"
 
 // The backward of the gate from the a of forward, rounded to bf16: gate * a in its place, and <da', a>. Against the

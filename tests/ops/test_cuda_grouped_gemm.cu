@@ -43,9 +43,9 @@ struct Products {
         CUDA_CHECK(cudaDeviceSynchronize());
         grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
         grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
-        grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 0, ctx);
-        grouped_gemm_wgrad(added.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 1, ctx);
-        grouped_gemm_wgrad_rounded(rounded.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, ctx);
+        grouped_gemm_wgrad(dw.dev, NULL, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 0, ctx);
+        grouped_gemm_wgrad(added.dev, NULL, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 1, ctx);
+        grouped_gemm_wgrad(NULL, rounded.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 0, ctx);
     }
     std::vector<std::vector<double>> got() { return {y.got(), dx.got(), dw.got(), added.got(), rounded.got()}; }
 
@@ -54,9 +54,10 @@ struct Products {
         added.host = start.host;
         REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
         REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
-        REFERENCE(grouped_gemm_wgrad)(dw.ref(), dy.ref(), x.ref(), ALL_BY_ROW, l.reference(), IC, OC, 0, reference_ctx);
         REFERENCE(grouped_gemm_wgrad)
-        (added.ref(), dy.ref(), x.ref(), ALL_BY_ROW, l.reference(), IC, OC, 1, reference_ctx);
+        (dw.ref(), NULL, dy.ref(), x.ref(), ALL_BY_ROW, l.reference(), IC, OC, 0, reference_ctx);
+        REFERENCE(grouped_gemm_wgrad)
+        (added.ref(), NULL, dy.ref(), x.ref(), ALL_BY_ROW, l.reference(), IC, OC, 1, reference_ctx);
     }
     void check(const Rows& nan_in_rows = {}, const Rows& nan_in_weights = {}) {
         check_rows("y", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE, nan_in_rows);
@@ -284,16 +285,16 @@ struct ByToken {
 
         backward(r);
 
-        grouped_gemm_wgrad(own_dw.dev, dy_rows.dev, x_rows.dev, ALL_BY_ROW, r, IC, OC, 0, ctx);
-        grouped_gemm_wgrad_rounded(own_rounded.dev, dy_rows.dev, x_rows.dev, ALL_BY_ROW, r, IC, OC, ctx);
+        grouped_gemm_wgrad(own_dw.dev, NULL, dy_rows.dev, x_rows.dev, ALL_BY_ROW, r, IC, OC, 0, ctx);
+        grouped_gemm_wgrad(NULL, own_rounded.dev, dy_rows.dev, x_rows.dev, ALL_BY_ROW, r, IC, OC, 0, ctx);
         for (const GroupedRows order : {DY_BY_TOKEN, X_BY_TOKEN}) {
             const floatX *of_dy = order == DY_BY_TOKEN ? dy_tokens : dy_rows.dev,
                          *of_x = order == X_BY_TOKEN ? x_tokens : x_rows.dev;
             dw.poison_dev(), rounded.poison_dev(), settle();
-            grouped_gemm_wgrad(dw.dev, of_dy, of_x, order, r, IC, OC, 0, ctx);
-            grouped_gemm_wgrad_rounded(rounded.dev, of_dy, of_x, order, r, IC, OC, ctx);
+            grouped_gemm_wgrad(dw.dev, NULL, of_dy, of_x, order, r, IC, OC, 0, ctx);
+            grouped_gemm_wgrad(NULL, rounded.dev, of_dy, of_x, order, r, IC, OC, 0, ctx);
             equal("dW", own_dw, dw), equal("rounded dW", own_rounded, rounded);
-            grouped_gemm_wgrad(dw.dev, of_dy, of_x, order, r, IC, OC, 1, ctx);  // twice
+            grouped_gemm_wgrad(dw.dev, NULL, of_dy, of_x, order, r, IC, OC, 1, ctx);  // twice
             const auto once = own_dw.got(), twice = dw.got();
             int64_t wrong = 0;
             for (size_t i = 0; i < once.size(); i++) wrong += twice[i] != 2 * once[i];

@@ -51,7 +51,7 @@ static void late_in_bf16(void) {
         y, [&] { grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx); },
         [&] {
             grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
-            grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 0, ctx);
+            grouped_gemm_wgrad(dw.dev, NULL, dy.dev, x.dev, ALL_BY_ROW, l.device(), IC, OC, 0, ctx);
         },
         [&] {
             std::vector<std::vector<double>> bits = {y.got(), dx.got(), dw.got()};
@@ -84,8 +84,8 @@ static void late_fused(void) {
             h, [&] { grouped_gemm_swiglu(h.dev, a.dev, x.dev, w13.dev, r, C, F, ctx); },
             [&] {
                 grouped_gemm_dgrad_swiglu(backward, dy_rows.dev, w2.dev, ALL_BY_ROW, r, C, F, ctx);
-                grouped_gemm_wgrad(dw13.dev, dh.dev, x.dev, X_BY_TOKEN, r, C, 2 * F, 0, ctx);
-                grouped_gemm_wgrad(dw2.dev, dy.dev, gated.dev, DY_BY_TOKEN, r, F, C, 0, ctx);
+                grouped_gemm_wgrad(dw13.dev, NULL, dh.dev, x.dev, X_BY_TOKEN, r, C, 2 * F, 0, ctx);
+                grouped_gemm_wgrad(dw2.dev, NULL, dy.dev, gated.dev, DY_BY_TOKEN, r, F, C, 0, ctx);
             },
             [&] {
                 std::vector<std::vector<double>> bits = {h.got(),     a.got(),    dh.got(), gated.got(),

@@ -1,6 +1,7 @@
 // The experts: SwiGLU and gates between the GEMMs, and the whole path of a token through them against differences.
 #include "grouped/experts.h"
 #include "grouped/grouped_gemm.h"
+#include "mx/mx_swiglu.h"
 #include "tests/routing.h"
 
 // --- Between the GEMMs ---
@@ -100,8 +101,8 @@ static void run_path(void* arg) {
     grouped_gemm_dgrad(dx, dh, p->w13, g, C, 2 * F, ctx);
     unpermute_rows(p->dx, dx, NULL, g, r->N, r->K, C, 0, ctx);
     unpermute_gates(p->dgate, drow_gate, 1, g, r->N, r->K, ctx);
-    grouped_gemm_wgrad(p->dw2, dout, gated_a, ALL_BY_ROW, g, F, C, 1, ctx);
-    grouped_gemm_wgrad(p->dw13, dh, x, ALL_BY_ROW, g, C, 2 * F, 1, ctx);
+    grouped_gemm_wgrad(p->dw2, NULL, dout, gated_a, ALL_BY_ROW, g, F, C, 1, ctx);
+    grouped_gemm_wgrad(p->dw13, NULL, dh, x, ALL_BY_ROW, g, C, 2 * F, 1, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }

@@ -17,8 +17,8 @@ static void run_grouped(void* arg) {
     g->dw = copied(g->dw_before, ragged.El * g->OC * g->IC), g->dw_written = poisoned(ragged.El * g->OC * g->IC);
     grouped_gemm_forward(g->y, g->x, g->w, ragged, g->IC, g->OC, ctx);
     grouped_gemm_dgrad(g->dx, g->dy, g->w, ragged, g->IC, g->OC, ctx);
-    grouped_gemm_wgrad(g->dw, g->dy, g->x, ALL_BY_ROW, ragged, g->IC, g->OC, 1, ctx);
-    grouped_gemm_wgrad(g->dw_written, g->dy, g->x, ALL_BY_ROW, ragged, g->IC, g->OC, 0, ctx);
+    grouped_gemm_wgrad(g->dw, NULL, g->dy, g->x, ALL_BY_ROW, ragged, g->IC, g->OC, 1, ctx);
+    grouped_gemm_wgrad(g->dw_written, NULL, g->dy, g->x, ALL_BY_ROW, ragged, g->IC, g->OC, 0, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }
