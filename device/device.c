@@ -251,12 +251,9 @@ void stopwatch_start(Stopwatch* watch, Ctx* ctx) { watch->start = host_seconds()
 void stopwatch_stop(Stopwatch* watch, Ctx* ctx) { watch->stop = host_seconds(); }
 double stopwatch_seconds(Stopwatch* watch) { return watch->stop - watch->start; }
 
-void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
-    // floatX and real are both float32 in this build.
-    if (out != in) memcpy(out, in, (size_t)n * sizeof(real));
+void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) {
+    if (out != in) memcpy(out, in, (size_t)n * sizeof(real));  // floatX is real in this build
 }
-
-void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) { device_to_floatX(out, in, n, ctx); }
 
 void masters_upload(Master* master, floatX* weight, const real* host, int64_t n, Ctx* ctx) {
     memcpy(master, host, (size_t)n * sizeof(real));

@@ -54,18 +54,12 @@ struct Stopwatch {
 // Compute capability 9.0 is 90.
 static int capability_of(const cudaDeviceProp& p) { return 10 * p.major + p.minor; }
 
-// Conversions and sums, with grid-stride loops. Bound by memory.
-template <typename Out, typename In>
-static __global__ void convert(Out* out, const In* in, int64_t n) {
+// out = or += in, with grid-stride loops. Bound by memory.
+template <bool ADD, typename In>
+static __global__ void convert(float* out, const In* in, int64_t n) {
     wait_for_previous();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
-        out[i] = (Out)(float)in[i];
-}
-
-static __global__ void add(float* out, const float* in, int64_t n) {
-    wait_for_previous();
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
-        out[i] += in[i];
+        out[i] = ADD ? out[i] + (float)in[i] : (float)in[i];
 }
 
 // Ends the run with one line if there is no GPU that this build can use. Returns `portable` of the Ctx.
@@ -87,7 +81,7 @@ static int check_gpu(cudaDeviceProp* properties) {
     const int portable = kernels_choose(capability_of(*properties), getenv("TRAIN_MOE_KERNELS"), &error_text);
     if (portable < 0) die(EXIT_USAGE, "%s: %s", properties->name, error_text);
     cudaFuncAttributes attributes;
-    CUDA_CHECK(cudaFuncGetAttributes(&attributes, (const void*)add));
+    CUDA_CHECK(cudaFuncGetAttributes(&attributes, (const void*)convert<true, float>));
     return portable;
 }
 
@@ -302,21 +296,21 @@ double stopwatch_seconds(Stopwatch* watch) {
     return ms / 1000;
 }
 
-void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
-    launch_early(convert<floatX, real>, 8 * ctx->sms, 256, 0, ctx, out, in, n);
-}
-
 void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) {
-    launch_early(convert<real, floatX>, 8 * ctx->sms, 256, 0, ctx, out, in, n);
+    launch_early(convert<false, floatX>, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }
 
-// In chunks of `high` and `low` halves, through host memory.
-enum { MASTERS = 1 << 20 };
+// Through host memory: calls f(at, count, high, low) for chunks of numbers, with room for the halves of each.
+template <typename F>
+static void each_chunk(int64_t n, F f) {
+    const int64_t most = 1 << 20;
+    uint16_t* high = (uint16_t*)host_alloc(2 * most * sizeof(uint16_t));
+    for (int64_t at = 0; at < n; at += most) f(at, min_i64(n - at, most), high, high + most);
+    free(high);
+}
 
 void masters_upload(Master* master, floatX* weight, const real* host, int64_t n, Ctx* ctx) {
-    uint16_t *high = (uint16_t*)host_alloc(2 * MASTERS * sizeof(uint16_t)), *low = high + MASTERS;
-    for (int64_t at = 0; at < n; at += MASTERS) {
-        const int64_t count = min_i64(n - at, MASTERS);
+    each_chunk(n, [&](int64_t at, int64_t count, uint16_t* high, uint16_t* low) {
         for (int64_t i = 0; i < count; i++) {
             uint32_t bits;
             memcpy(&bits, host + at + i, sizeof(bits));
@@ -325,26 +319,22 @@ void masters_upload(Master* master, floatX* weight, const real* host, int64_t n,
         }
         device_upload(weight + at, high, (size_t)count * sizeof(uint16_t), ctx);
         device_upload(master + at, low, (size_t)count * sizeof(uint16_t), ctx);
-    }
-    free(high);
+    });
 }
 
 void masters_download(real* host, const Master* master, const floatX* weight, int64_t n, Ctx* ctx) {
-    uint16_t *high = (uint16_t*)host_alloc(2 * MASTERS * sizeof(uint16_t)), *low = high + MASTERS;
-    for (int64_t at = 0; at < n; at += MASTERS) {
-        const int64_t count = min_i64(n - at, MASTERS);
+    each_chunk(n, [&](int64_t at, int64_t count, uint16_t* high, uint16_t* low) {
         device_download(high, weight + at, (size_t)count * sizeof(uint16_t), ctx);
         device_download(low, master + at, (size_t)count * sizeof(uint16_t), ctx);
         for (int64_t i = 0; i < count; i++) {
             const uint32_t bits = master_bits(high[i], low[i]);
             memcpy(host + at + i, &bits, sizeof(bits));
         }
-    }
-    free(high);
+    });
 }
 
 void device_add(real* out, const real* in, int64_t n, Ctx* ctx) {
-    launch_early(add, 8 * ctx->sms, 256, 0, ctx, out, in, n);
+    launch_early(convert<true, float>, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }
 
 void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx) {

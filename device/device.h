@@ -85,8 +85,7 @@ double stopwatch_seconds(Stopwatch* watch);
 void masters_upload(Master* master, floatX* weight, const real* host, int64_t n, Ctx* ctx);
 void masters_download(real* host, const Master* master, const floatX* weight, int64_t n, Ctx* ctx);
 
-// out[i] = in[i], rounded to nearest even where floatX is narrower. In place only if the types are the same.
-void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx);
+// out[i] = in[i]. In place only if the types are the same.
 void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx);
 // out[i] += in[i]
 void device_add(real* out, const real* in, int64_t n, Ctx* ctx);

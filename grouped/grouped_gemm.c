@@ -1,7 +1,5 @@
 #include "grouped/grouped_gemm.h"
 
-#include <stdlib.h>
-
 #include "device/cpu.h"
 
 // Grouped GEMM on the CPU. Experts have different numbers of rows, so threads take (expert, tile) pairs dynamically.
@@ -32,40 +30,23 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r,
 
 int grouped_gemm_fuses(const Ctx* ctx) { return 0; }
 
-// The rows of an operand by token, to be freed.
-static floatX* permuted(const floatX* tokens, Ragged r, int64_t columns, Ctx* ctx) {
-    floatX* rows = (floatX*)malloc((size_t)(r.capacity * columns) * sizeof(floatX) + 1);
-    ASSERT(rows);
-    permute_rows(rows, tokens, r, (size_t)columns * sizeof(floatX), ctx);
-    return rows;
-}
-
 void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, Ragged r, int64_t C, int64_t F,
                          Ctx* ctx) {
-    floatX* rows = permuted(x, r, C, ctx);
-    grouped_gemm_forward(h, rows, w13, r, C, 2 * F, ctx);
-    experts_swiglu_forward(a, h, r, F, ctx);
-    free(rows);
+    ASSERT(grouped_gemm_fuses(ctx));
 }
 
-void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX* w2, GroupedRows order, Ragged r,
-                               int64_t C, int64_t F, Ctx* ctx) {
-    const int64_t parts = grouped_gemm_gate_parts(F);
-    floatX* rows = order == DY_BY_TOKEN ? permuted(dy, r, C, ctx) : NULL;
-    real* dgate = t.drow_gate;
-    grouped_gemm_dgrad((floatX*)t.da_ungated, rows ? rows : dy, w2, r, F, C, ctx);
+int32_t grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX* w2, GroupedRows order, Ragged r,
+                                  int64_t C, int64_t F, Ctx* ctx) {
+    ASSERT(order == ALL_BY_ROW);
+    grouped_gemm_dgrad((floatX*)t.da_ungated, dy, w2, r, F, C, ctx);
     experts_swiglu_backward(t, r, F, ctx);
-    // A row's sum is its first part, the others are zeros.
-    for (int64_t i = r.group_start[r.El] * parts - 1; i >= 0; i--) dgate[i] = i % parts ? 0 : dgate[i / parts];
-    free(rows);
+    return 1;
 }
 
 void grouped_gemm_wgrad(real* dw, floatX* rounded, const floatX* dy, const floatX* x, GroupedRows order, Ragged r,
                         int64_t IC, int64_t OC, int accumulate, Ctx* ctx) {
-    floatX* rows = NULL;
+    ASSERT(order == ALL_BY_ROW);
     if (rounded) dw = rounded;
-    if (order == DY_BY_TOKEN) dy = rows = permuted(dy, r, OC, ctx);
-    if (order == X_BY_TOKEN) x = rows = permuted(x, r, IC, ctx);
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int32_t e = 0; e < r.El; e++)
         for (int64_t o = 0; o < OC; o += TILE) {
@@ -73,5 +54,4 @@ void grouped_gemm_wgrad(real* dw, floatX* rounded, const floatX* dy, const float
             gemm(1, 0, min_i64(TILE, OC - o), IC, r.group_rows[e], 1, dy + at * OC + o, OC, x + at * IC, IC, accumulate,
                  dw + (e * OC + o) * IC, IC);
         }
-    free(rows);
 }

@@ -354,10 +354,16 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r,
                plain(dx, 0, r.capacity, IC, ctx), groups_of(r, 0, IC, OC, ctx), {}, ctx);
 }
 
-void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX* w2, GroupedRows order, Ragged r,
-                               int64_t C, int64_t F, Ctx* ctx) {
-    if (!check_sizes(r, F, C)) return;
-    ASSERT(!ctx->portable);
+int32_t grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX* w2, GroupedRows order, Ragged r,
+                                  int64_t C, int64_t F, Ctx* ctx) {
+    if (ctx->portable) {
+        ASSERT(order == ALL_BY_ROW);
+        grouped_gemm_dgrad((floatX*)t.da_ungated, dy, w2, r, F, C, ctx);
+        experts_swiglu_backward(t, r, F, ctx);
+        return 1;
+    }
+    const int32_t parts = grouped_gemm_gate_parts(F);
+    if (!check_sizes(r, F, C)) return parts;
     const CUtensorMap w = matrix_map(w2, r.El, C, F, BOX, ctx);
     const Groups g = groups_of(r, 0, F, C, ctx);
     const Epilogue to = {gate_up_map(t.dh, r, F, 16, ctx),
@@ -366,7 +372,7 @@ void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX
                          r.row_gate,
                          t.drow_gate,
                          (int)r.capacity,
-                         grouped_gemm_gate_parts(F),
+                         parts,
                          (int)F};
     const bool by_token = order == DY_BY_TOKEN;
     const CUtensorMap rows = matrix_map(dy, 0, r.capacity, C, BOX, ctx);
@@ -377,6 +383,7 @@ void grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX
     else
         by_token ? run<TokensA<DgradSwiglu>>(rows, w, to, g, tokens, ctx)
                  : run<DgradSwiglu>(rows, w, to, g, tokens, ctx);
+    return parts;
 }
 
 // The contraction runs over whole k blocks of 64 rows. Pad rows at an expert's end are zeros in dy and x and add

@@ -22,18 +22,20 @@ void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged ra
 // dx[r] = W_e^T dy[r]
 void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
-// 1: the GEMMs also read an operand by token, (N, columns), and compute SwiGLU (grouped/experts.h) in their epilogues.
-// Row r of an operand by token is x[row_token[r]]. 0: permute_rows and the kernels of grouped/experts.h do it.
+// 1: the GEMMs also read an operand by token, (N, columns): its row r is x[row_token[r]]. 0: permute_rows does it, and
+// grouped_gemm_swiglu is not called.
 int grouped_gemm_fuses(const Ctx* ctx);
 typedef enum GroupedRows { ALL_BY_ROW, DY_BY_TOKEN, X_BY_TOKEN } GroupedRows;
 
-// Forward of an expert's first GEMM from x by token: h = W13_e x, a = silu(h_gate) * h_up. w13 (El, 2F, C)
+// Forward of an expert's first GEMM from x by token, with SwiGLU (grouped/experts.h) in its epilogue: h = W13_e x, a =
+// silu(h_gate) * h_up. w13 (El, 2F, C)
 void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, Ragged ragged, int64_t C, int64_t F,
                          Ctx* ctx);
-// Dgrad of the second, da' = W2_e^T dy, and the backward of SwiGLU. da' itself is not written. w2 (El, C, F). The
-// gate's gradients come in parts: drow_gate is (capacity, grouped_gemm_gate_parts), to be summed.
-void grouped_gemm_dgrad_swiglu(ExpertsBackward tensors, const floatX* dy, const floatX* w2, GroupedRows order,
-                               Ragged ragged, int64_t C, int64_t F, Ctx* ctx);
+// Dgrad of the second, da' = W2_e^T dy, and the backward of SwiGLU: in the epilogue, or in a kernel of its own, for
+// which da' is written. w2 (El, C, F). The gate's gradients come in parts: drow_gate is (capacity, parts), to be
+// summed. Returns parts, at most grouped_gemm_gate_parts.
+int32_t grouped_gemm_dgrad_swiglu(ExpertsBackward tensors, const floatX* dy, const floatX* w2, GroupedRows order,
+                                  Ragged ragged, int64_t C, int64_t F, Ctx* ctx);
 static inline int32_t grouped_gemm_gate_parts(int64_t F) { return (int32_t)ceil_div(F, 128); }
 
 // dW_e = sum of dy[r] x[r]^T over the rows r of expert e, 0 without rows; += with accumulate 1. With `rounded`

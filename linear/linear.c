@@ -97,13 +97,8 @@ Rows grouped_dgrad_swiglu(Rows out, Rows* for_wgrad, int32_t* gate_parts, Expert
     if (w13->format) return quantized_grouped_dgrad_swiglu(out, for_wgrad, t, da, dy, w2, w13, r, ctx);
 
     // SwiGLU in the epilogue of the GEMM, or after it.
-    if (grouped_gemm_fuses(ctx)) {
-        *gate_parts = grouped_gemm_gate_parts(F);
-        grouped_gemm_dgrad_swiglu(t, dy.value, w2->w, is_by_token(dy) ? DY_BY_TOKEN : ALL_BY_ROW, r, w2->OC, F, ctx);
-    } else {
-        grouped_dgrad(da, dy, w2, r, ctx);
-        experts_swiglu_backward(t, r, F, ctx);
-    }
+    const GroupedRows order = is_by_token(dy) ? DY_BY_TOKEN : ALL_BY_ROW;
+    *gate_parts = grouped_gemm_dgrad_swiglu(t, dy.value, w2->w, order, r, w2->OC, F, ctx);
     return *for_wgrad;
 }
 

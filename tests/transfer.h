@@ -33,8 +33,10 @@ static inline real* send_real(const real* x, int64_t n) {
 }
 
 static inline floatX* send(const real* x, int64_t n) {
-    floatX* to = (floatX*)device_room((size_t)n * sizeof(floatX));
-    if (n) device_to_floatX(to, send_real(x, n), n, ctx);
+    const size_t bytes = (size_t)n * sizeof(floatX);
+    floatX *to = (floatX*)device_room(bytes), *rounded = (floatX*)host_room(bytes);
+    for (int64_t i = 0; i < n; i++) rounded[i] = (floatX)x[i];
+    device_upload(to, rounded, bytes, ctx);
     return to;
 }
 

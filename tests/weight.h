@@ -16,12 +16,12 @@ static inline Weight plain_weight(const floatX* w, real* grad, int64_t count, in
 
 // n numbers in floatX, in fresh device memory.
 static inline floatX* values_on_device(const real* x, int64_t n, Ctx* ctx) {
-    real* wide = (real*)device_alloc((size_t)n * sizeof(real), "x");
-    floatX* values = (floatX*)device_alloc((size_t)n * sizeof(floatX), "x");
-    device_upload(wide, x, (size_t)n * sizeof(real), ctx);
-    device_to_floatX(values, wide, n, ctx);
+    const size_t bytes = (size_t)n * sizeof(floatX);
+    floatX *values = (floatX*)device_alloc(bytes, "x"), *rounded = (floatX*)host_alloc(bytes);
+    for (int64_t i = 0; i < n; i++) rounded[i] = (floatX)x[i];
+    device_upload(values, rounded, bytes, ctx);
     ctx_sync(ctx);
-    device_free(wide);
+    free(rounded);
     return values;
 }
 

@@ -17,17 +17,17 @@ typedef struct Work {
     real *in, *sum, *twice, *y;  // (N, N) each
 } Work;
 
-// y += x^T with x = in. twice = 2 in, from sum, on a side stream. y += twice.
+// in = x, which every run gets. y += x^T. twice = 2 in, from sum, on a side stream. y += twice.
 static void work(void* argument) {
     Work* w = (Work*)argument;
     w->calls++;
+    device_to_real(w->in, w->x, N * N, w->ctx);
     device_zero(w->sum, N * N * sizeof(real), w->ctx);
     device_add(w->sum, w->in, N * N, w->ctx);  // behind a zeroing
     device_add(w->sum, w->in, N * N, w->ctx);  // behind a kernel
     event_record(w->given, w->ctx);
     event_wait(w->given, w->side);
     device_copy(w->twice, w->sum, N * N * sizeof(real), w->side);
-    device_to_floatX(w->x, w->in, N * N, w->ctx);
     matmul_wgrad(w->y, w->x, w->w, N, N, N, 1, w->ctx);
     event_record(w->done, w->side);
     event_wait(w->done, w->ctx);
@@ -42,16 +42,16 @@ static void check_runs(Graph* graph, int calls) {
     for (real** p : reals) *p = (real*)device_alloc(N * N * sizeof(real), "a test");
     w.x = (floatX*)device_alloc(N * N * sizeof(floatX), "a test");
     w.w = (floatX*)device_alloc(N * N * sizeof(floatX), "a test");
-    static real in[N * N], want[N * N], got[N * N];
-    for (int i = 0; i < N * N; i++) in[i] = i % (N + 1) == 0, want[i] = 0;
-    device_upload(w.in, in, sizeof(in), ctx);
-    device_to_floatX(w.w, w.in, N * N, ctx);
+    static real want[N * N], got[N * N];
+    static floatX in[N * N];
+    for (int i = 0; i < N * N; i++) in[i] = (floatX)(i % (N + 1) == 0), want[i] = 0;
+    device_upload(w.w, in, sizeof(in), ctx);
 
     // Every run has its own input and adds to y.
     for (int run = 0; run < RUNS; run++) {
-        for (int i = 0; i < N * N; i++) in[i] = (real)((i + 7 * run) % 31 - 15);
-        for (int i = 0; i < N * N; i++) want[i] += in[i % N * N + i / N] + 2 * in[i];
-        device_upload(w.in, in, sizeof(in), ctx);
+        for (int i = 0; i < N * N; i++) in[i] = (floatX)((i + 7 * run) % 31 - 15);
+        for (int i = 0; i < N * N; i++) want[i] += (real)in[i % N * N + i / N] + 2 * (real)in[i];
+        device_upload(w.x, in, sizeof(in), ctx);
         graph_run(graph, work, &w, ctx);
     }
     device_download(got, w.y, sizeof(got), ctx);
