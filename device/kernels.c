@@ -5,22 +5,16 @@
 #include "device/check.h"
 
 int kernels_choose(int capability, const char* asked, char** error) {
-    const int is_hopper = capability == 90, portable = asked && strcmp(asked, "portable") == 0;
     *error = NULL;
-    // Hopper's kernels use instructions that only 9.0 has, so later GPUs take the portable ones.
     if (capability < 80)
         *error = host_format(
             "compute capability %d.%d is too old: a GPU of 8.0 or more is needed (A100, RTX 30 and what came later), "
             "or build/cpu/train_moe",
             capability / 10, capability % 10);
-    else if (asked && !portable && strcmp(asked, "hopper") != 0)
-        *error = host_format("TRAIN_MOE_KERNELS=%s: must be portable or hopper, or not set", asked);
-    else if (asked && !portable && !is_hopper)
-        *error = host_format(
-            "TRAIN_MOE_KERNELS=hopper: these kernels need compute capability 9.0 (H100, H200), this GPU has %d.%d; "
-            "leave it unset",
-            capability / 10, capability % 10);
-    return *error ? -1 : portable || !is_hopper;
+    else if (asked && strcmp(asked, "portable") != 0)
+        *error = host_format("TRAIN_MOE_KERNELS=%s: must be portable, or not set", asked);
+    // Hopper's kernels use instructions that only 9.0 has, so later GPUs take the portable ones.
+    return *error ? -1 : asked || capability != 90;
 }
 
 char* kernels_old_driver(int driver, int toolkit) {

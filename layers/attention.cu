@@ -207,12 +207,9 @@ CUtensorMap rope_map(const floatX* p, AttnShape s, int rows, Ctx* ctx) {
 // All tensor maps, for tiles of `queries` and `keys` rows.
 Maps maps_of(const floatX* q, const floatX* dout, const floatX* kv, const floatX* k_rope, int queries, int keys,
              AttnShape s, Ctx* ctx) {
-    Maps maps = {};
-    maps.q = heads_map(q, s, 3 * s.rope, queries, 3, ctx);
-    if (dout) maps.dout = heads_map(dout, s, 2 * s.rope, queries, 2, ctx);
-    maps.kv = heads_map(kv, s, 4 * s.rope, keys, 2, ctx);
-    maps.rope = rope_map(k_rope, s, keys, ctx);
-    return maps;
+    return {heads_map(q, s, 3 * s.rope, queries, 3, ctx),
+            dout ? heads_map(dout, s, 2 * s.rope, queries, 2, ctx) : CUtensorMap{},
+            heads_map(kv, s, 4 * s.rope, keys, 2, ctx), rope_map(k_rope, s, keys, ctx)};
 }
 
 // There are kernels for these head sizes only. The settings refuse other sizes by name.

@@ -12,13 +12,10 @@ struct HostGroups {
 
     // Rows of a GEMM: rounded up to 128 within the buffers. That costs little, and the library searches algorithms for
     // fewer sizes. Outputs of pad rows are overwritten with zeros.
-    int64_t taken(int e) const {
-        const int64_t whole = rows[e] ? ceil_div(rows[e], 128) * 128 : 0, left = capacity - start[e];
-        return whole < left ? whole : left;
-    }
+    int64_t taken(int e) const { return min_i64(round_up(rows[e], 128), capacity - start[e]); }
     // Zeros the pad rows of an output.
     void clear_pads(void* out, int e, int64_t row_bytes, Ctx* ctx) const {
-        const int64_t from = start[e] + rows[e], to = start[e + 1] < capacity ? start[e + 1] : capacity;
+        const int64_t from = start[e] + rows[e], to = min_i64(start[e + 1], capacity);
         device_zero((char*)out + from * row_bytes, (size_t)((to - from) * row_bytes), ctx);
     }
 };
@@ -64,12 +61,7 @@ void mx_blackwell_scales(uint8_t* out, ScaleTiles scales, int64_t rows, int64_t 
 // Forward and dgrad. Workspace: | cuBLASLt | scales of an expert's weight | scales of its rows |. Experts with more
 // rows than fit are processed in slices of `rows_at_once` rows.
 void grouped_gemm_lt_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    if (OC % 16 != 0)
-        die(EXIT_USAGE,
-            "an MXFP8 GEMM on this GPU needs outputs in multiples of 16, not %lld; choose --dim and --expert-ffn "
-            "so, or --precision mxfp8-exact",
-            (long long)OC);
-
+    ASSERT(OC % 16 == 0);
     // Divide the workspace: the rest after the weight's scales determines the rows of a slice.
     const int64_t blocks = IC / MX_BLOCK, w_bytes = scales_bytes(OC, blocks), tile_bytes = scales_bytes(128, blocks);
     const int64_t rows_at_once = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE - w_bytes) / tile_bytes * 128;
@@ -83,8 +75,8 @@ void grouped_gemm_lt_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, i
         if (g.rows[e]) mx_blackwell_scales(of_w, w_tile, OC, blocks, ctx);
         for (int64_t at = 0; at < g.taken(e); at += rows_at_once) {
             // A slice of its rows: convert the scales, then the GEMM.
-            const int64_t row = g.start[e] + at, rows = g.taken(e) - at < rows_at_once ? g.taken(e) - at : rows_at_once;
-            const int64_t valid = g.rows[e] - at < rows ? g.rows[e] - at : rows;
+            const int64_t row = g.start[e] + at, rows = min_i64(g.taken(e) - at, rows_at_once);
+            const int64_t valid = min_i64(g.rows[e] - at, rows);
             const ScaleTiles x_tile = {x.scale + row * mx_stride(IC), 1, mx_stride(IC), 1, 1};
             mx_blackwell_scales(of_x, x_tile, valid, blocks, ctx);
             lt_multiply({y + row * OC, OC}, {x.q + row * IC, IC}, {w.q + e * OC * IC, IC},
@@ -112,7 +104,7 @@ void grouped_gemm_lt_mx_wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ra
         if (!accumulate && g.taken(e) == 0) device_zero(dw + e * OC * IC, (size_t)(OC * IC) * sizeof(Out), ctx);
         for (int64_t at = 0; at < g.taken(e); at += rows_at_once) {
             // A slice of the expert's rows: convert the scales, then the GEMM.
-            const int64_t row = g.start[e] + at, rows = g.taken(e) - at < rows_at_once ? g.taken(e) - at : rows_at_once;
+            const int64_t row = g.start[e] + at, rows = min_i64(g.taken(e) - at, rows_at_once);
             const int64_t chunk = row / MX_CHUNK, blocks = rows / MX_BLOCK;
             mx_blackwell_scales(of_dy, {dy.scale + chunk * OC, 1, 1, MX_CHUNK / MX_BLOCK, OC}, OC, blocks, ctx);
             mx_blackwell_scales(of_x, {x.scale + chunk * IC, 1, 1, MX_CHUNK / MX_BLOCK, IC}, IC, blocks, ctx);

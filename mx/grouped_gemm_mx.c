@@ -18,13 +18,12 @@ typedef struct Chunk {
 } Chunk;
 
 // d[i][j] += s_a[i] s_b[j] sum_k a[i][k] b[j][k] for rows x columns outputs and `depth` elements of the contraction.
-static void add_chunk(real* d, int64_t d_stride, Chunk a, Chunk b, int64_t rows, int64_t columns, int64_t depth,
-                      const real value[256]) {
+static void add_chunk(real* d, int64_t d_stride, Chunk a, Chunk b, int64_t rows, int64_t columns, int64_t depth) {
     // Decode b, transposed, and its scales.
     real bt[MX_CHUNK][TILE], sb[TILE];
     for (int64_t j = 0; j < columns; j++) {
         sb[j] = mx_scale_value(b.scale[j * b.scale_stride]);
-        for (int64_t k = 0; k < depth; k++) bt[k][j] = value[b.q[j * b.stride + k]];
+        for (int64_t k = 0; k < depth; k++) bt[k][j] = e4m3_value(b.q[j * b.stride + k]);
     }
 
     // For each row: the chunk's dot products, then both scales.
@@ -32,24 +31,17 @@ static void add_chunk(real* d, int64_t d_stride, Chunk a, Chunk b, int64_t rows,
         const real sa = mx_scale_value(a.scale[i * a.scale_stride]);
         real sum[TILE] = {0};
         for (int64_t k = 0; k < depth; k++) {
-            const real ak = value[a.q[i * a.stride + k]];
+            const real ak = e4m3_value(a.q[i * a.stride + k]);
             for (int64_t j = 0; j < columns; j++) sum[j] += ak * bt[k][j];
         }
         for (int64_t j = 0; j < columns; j++) d[i * d_stride + j] += sa * sb[j] * sum[j];
     }
 }
 
-// The table of all e4m3 values.
-static void decode_all(real value[256]) {
-    for (int i = 0; i < 256; i++) value[i] = e4m3_value((uint8_t)i);
-}
-
 void grouped_gemm_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     const int64_t columns = ceil_div(OC, TILE), chunks = ceil_div(IC, MX_CHUNK);
     int64_t most = 0;  // rows of the largest group
     for (int32_t e = 0; e < r.El; e++) most = max_i64(most, r.group_start[e + 1] - r.group_start[e]);
-    real value[256];
-    decode_all(value);
 #pragma omp parallel for schedule(dynamic) collapse(3)
     for (int64_t tile = 0; tile < ceil_div(most, TILE); tile++)
         for (int32_t e = 0; e < r.El; e++)
@@ -66,7 +58,7 @@ void grouped_gemm_mx(floatX* y, MxBytes x, MxTiles w, Ragged r, int64_t IC, int6
                     const Chunk ws = {w.q + (e * OC + o) * IC + c * MX_CHUNK,
                                       w.scale + e * columns * chunks + column * w.stride_o + c * w.stride_c, IC, 0};
                     add_chunk(y + at * OC + o, OC, xs, ws, min_i64(rows, valid), width,
-                              min_i64(MX_CHUNK, IC - c * MX_CHUNK), value);
+                              min_i64(MX_CHUNK, IC - c * MX_CHUNK));
                 }
             }
 }
@@ -76,8 +68,6 @@ void grouped_gemm_mx_wgrad(real* dw, floatX* rounded, MxBytes dy, MxBytes x, int
                            int64_t OC, int accumulate, Ctx* ctx) {
     if (rounded) dw = rounded;
     const int64_t rows = ceil_div(OC, TILE), columns = ceil_div(IC, TILE);
-    real value[256];
-    decode_all(value);
 #pragma omp parallel for schedule(dynamic) collapse(3)
     for (int32_t e = 0; e < r.El; e++)
         for (int64_t row = 0; row < rows; row++)
@@ -93,7 +83,7 @@ void grouped_gemm_mx_wgrad(real* dw, floatX* rounded, MxBytes dy, MxBytes x, int
                 for (int64_t at = start; at < end; at += MX_CHUNK) {
                     const Chunk dys = {dy.q + o * length + at, dy.scale + at / MX_CHUNK * OC + o, length, 1};
                     const Chunk xs = {x.q + i * length + at, x.scale + at / MX_CHUNK * IC + i, length, 1};
-                    add_chunk(out, IC, dys, xs, height, width, min_i64(MX_CHUNK, end - at), value);
+                    add_chunk(out, IC, dys, xs, height, width, min_i64(MX_CHUNK, end - at));
                 }
             }
 }

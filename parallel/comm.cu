@@ -69,13 +69,11 @@ static int64_t probe(const char** pending) {
 // report the one that hangs.
 void comm_queued(Comm* c, int kind, Ctx* ctx) {
     pthread_mutex_lock(&lock);
-    forget_done(c);
-    while (c->end - c->first == RING) {
+    for (forget_done(c); c->end - c->first == RING; forget_done(c)) {
         cudaEvent_t oldest = c->ring[c->first % RING].event;
         pthread_mutex_unlock(&lock);
         CUDA_CHECK(cudaEventSynchronize(oldest));
         pthread_mutex_lock(&lock);
-        forget_done(c);
     }
     Queued* q = &c->ring[c->end++ % RING];
     CUDA_CHECK(cudaEventRecord(q->event, ctx->stream));
