@@ -63,13 +63,13 @@ static __global__ void convert(float* out, const In* in, int64_t n) {
 }
 
 // Ends the run with one line if there is no GPU that this build can use. Returns `portable` of the Ctx.
-static int check_gpu(cudaDeviceProp* properties) {
+static int check_gpu(cudaDeviceProp* properties, int* driver) {
     // The driver, and whether it is new enough for the toolkit.
-    int driver = 0, count = 0, device = 0;
+    int count = 0, device = 0;
     char* error_text;
-    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
+    if (cudaDriverGetVersion(driver) != cudaSuccess || *driver == 0)
         die(EXIT_FAILED, "no GPU: no NVIDIA driver on this machine; use build/cpu/train_moe");
-    if ((error_text = kernels_old_driver(driver, CUDART_VERSION))) die(EXIT_FAILED, "%s", error_text);
+    if ((error_text = kernels_old_driver(*driver, CUDART_VERSION))) die(EXIT_FAILED, "%s", error_text);
     // A GPU.
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0)
@@ -101,13 +101,12 @@ void device_choose(int index) {
 Ctx* ctx_create(size_t workspace) {
     Ctx* ctx = (Ctx*)host_alloc(sizeof(Ctx));
     cudaDeviceProp properties;
-    ctx->portable = check_gpu(&properties);
+    int driver = 0;
+    ctx->portable = check_gpu(&properties, &driver);
 
     // The GPU's properties, for kernels and for the printed name.
     ctx->sms = properties.multiProcessorCount;
     ctx->capability = capability_of(properties);
-    int driver = 0;
-    CUDA_CHECK(cudaDriverGetVersion(&driver));
     snprintf(ctx->name, sizeof(ctx->name), "%s, %d SMs, %.1f GiB, CUDA %d.%d, %s kernels", properties.name, ctx->sms,
              (double)properties.totalGlobalMem / 0x1p30, driver / 1000, driver % 1000 / 10,
              ctx->portable ? "portable" : "Hopper's");

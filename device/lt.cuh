@@ -1,6 +1,5 @@
-// GEMMs by NVIDIA's library cuBLASLt: row-major matrices of bf16, or of MXFP8 values with their scales; float32
-// accumulation. Used by the dense GEMMs (layers/matmul.cu), and by ops without a kernel of their own for this GPU
-// (mx/grouped_gemm_blackwell.cu).
+// GEMMs by NVIDIA's library cuBLASLt: row-major matrices of bf16, float32 accumulation. Used by the dense GEMMs
+// (layers/matmul.cu), and by ops without a kernel of their own for this GPU (mx/grouped_gemm_blackwell.cu).
 //
 // A GEMM is described once; the plan is cached in the Ctx. Its algorithm is the first of the library's heuristic that
 // has no in-place split-K, whose order of summation is not fixed. There is no autotuning by timing: the same shapes
@@ -35,13 +34,7 @@ struct LtProduct {
     const void* c = NULL;  // bf16, with the strides of D; NULL: D itself
     LtBatch batch = {};
     int64_t workspace = LT_WORKSPACE;  // bytes at the start of the Ctx's workspace, for split-K sums
-    // NULL: A and B are bf16. Else A and B are e4m3 with k along their rows (B transposed), and there is a scale for
-    // every 32 elements:
-    //
-    //   layout    that of Blackwell (mx/mxfp8.h), 16-byte aligned, zeros in the padding
-    //             (CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0)
-    //   limits    compute capability 10.0 and up; 16-byte aligned pointers; k a multiple of 32, n of 16, any m
-    //   source    cuBLAS documentation 13, "Narrow Precision Data Types Usage"
+    // NULL: A and B are bf16. Else both are MXFP8 (mx/grouped_gemm_blackwell.cu).
     const uint8_t *a_scale = NULL, *b_scale = NULL;
 };
 

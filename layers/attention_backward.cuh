@@ -1,4 +1,4 @@
-// Backward of layers/attention.cu, four kernels in a row:
+// Backward of layers/attention.cu, four kernels in a row. The first and the last are those of every GPU, and are here:
 //
 //   attention_delta_kernel         delta and lse, as initial accumulators
 //   attention_backward_dq_kernel   dq (attention_backward_dq.cuh): a block owns queries

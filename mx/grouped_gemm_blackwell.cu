@@ -1,6 +1,14 @@
 // MXFP8 grouped GEMM as a sequence of cuBLASLt GEMMs. This file slices the ragged buffer, zeros the pad rows, and
 // converts the scales to the layout of Blackwell's tensor cores. Many rows per expert: bound by the tensor cores. Few
 // rows: bound by the wait for the group sizes and by launches.
+//
+// MXFP8 operands of lt_multiply (device/lt.cuh): A and B are e4m3 with k along their rows (B transposed), and there is
+// a scale for every 32 elements:
+//
+//   layout    that of Blackwell (mx/mxfp8.h), 16-byte aligned, zeros in the padding
+//             (CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0)
+//   limits    compute capability 10.0 and up; 16-byte aligned pointers; k a multiple of 32, n of 16, any m
+//   source    cuBLAS documentation 13, "Narrow Precision Data Types Usage"
 #include "mx/grouped_gemm_blackwell.cuh"
 
 #include "device/lt.cuh"
