@@ -355,14 +355,9 @@ int32_t grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const flo
     if (!check_sizes(r, F, C)) return parts;
     const CUtensorMap w = matrix_map(w2, r.El, C, F, BOX, ctx);
     const Groups g = groups_of(r, 0, F, C, ctx);
-    const Epilogue to = {gate_up_map(t.dh, r, F, 16, ctx),
-                         matrix_map(t.gated_a, 0, r.capacity, F, 16, ctx),
-                         gate_up_map(t.h, r, F, BOX, ctx),
-                         r.row_gate,
-                         t.drow_gate,
-                         (int)r.capacity,
-                         parts,
-                         (int)F};
+    const CUtensorMap dh = gate_up_map(t.dh, r, F, 16, ctx), h = gate_up_map(t.h, r, F, BOX, ctx);
+    const CUtensorMap gated = matrix_map(t.gated_a, 0, r.capacity, F, 16, ctx);
+    const Epilogue to = {dh, gated, h, r.row_gate, t.drow_gate, (int)r.capacity, parts, (int)F};
     const bool by_token = order == DY_BY_TOKEN;
     const CUtensorMap rows = matrix_map(dy, 0, r.capacity, C, BOX, ctx);
     const Tokens tokens = by_token ? tokens_of(dy, r, C) : Tokens{};

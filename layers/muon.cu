@@ -108,19 +108,13 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
         lt_multiply({A, small}, {from, columns}, {from, columns}, gram, ctx);
 
         // B = c A A + b A
-        LtProduct polynomial = {.m = small, .n = small, .k = small};
-        polynomial.batch = {count, n2, n2, n2};
-        polynomial.alpha = (float)MUON_C;
-        polynomial.beta = (float)MUON_B;
-        polynomial.c = A;
-        lt_multiply({B, small}, {A, small}, {A, small}, polynomial, ctx);
+        LtProduct square = {.m = small, .n = small, .k = small, .alpha = (float)MUON_C, .beta = (float)MUON_B, .c = A};
+        square.batch = {count, n2, n2, n2};
+        lt_multiply({B, small}, {A, small}, {A, small}, square, ctx);
 
         // X = B X + a X, or X B + a X
-        LtProduct next = {.m = rows, .n = columns, .k = small};
+        LtProduct next = {.m = rows, .n = columns, .k = small, .alpha = size, .beta = size * (float)MUON_A, .c = from};
         next.batch = {count, tall ? n : n2, tall ? n2 : n, n};
-        next.alpha = size;
-        next.beta = size * (float)MUON_A;
-        next.c = from;
         const LtMatrix X = {from, columns}, polynomial_of = {B, small};
         lt_multiply({to, columns}, tall ? X : polynomial_of, tall ? polynomial_of : X, next, ctx);
     }

@@ -116,16 +116,10 @@ void grouped_gemm_lt_mx_wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ra
             const int64_t chunk = row / MX_CHUNK, blocks = rows / MX_BLOCK;
             mx_blackwell_scales(of_dy, {dy.scale + chunk * OC, 1, 1, MX_CHUNK / MX_BLOCK, OC}, OC, blocks, ctx);
             mx_blackwell_scales(of_x, {x.scale + chunk * IC, 1, 1, MX_CHUNK / MX_BLOCK, IC}, IC, blocks, ctx);
-            lt_multiply({dw + e * OC * IC, IC}, {dy.q + row, length}, {x.q + row, length},
-                        {.m = OC,
-                         .n = IC,
-                         .k = rows,
-                         .transpose_b = true,
-                         .real_out = sizeof(Out) == sizeof(real),
-                         .accumulate = accumulate || at > 0,
-                         .a_scale = of_dy,
-                         .b_scale = of_x},
-                        ctx);
+            LtProduct product = {.m = OC, .n = IC, .k = rows, .transpose_b = true, .a_scale = of_dy, .b_scale = of_x};
+            product.real_out = sizeof(Out) == sizeof(real);
+            product.accumulate = accumulate || at > 0;
+            lt_multiply({dw + e * OC * IC, IC}, {dy.q + row, length}, {x.q + row, length}, product, ctx);
         }
     }
 }
