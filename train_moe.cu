@@ -2,8 +2,8 @@
 // model/.
 //
 //   main    connects the ranks and reads the options
-//   train   opens data, folder and model; then, for each step, model_gradient and model_update. What a run begins with
-//           is in pretrained/sources.h, what it writes in pretrained/outputs.h
+//   run     opens data, folder and model: pretrained/sources.h. All that a run writes: pretrained/outputs.h
+//   train   for each step: model_gradient and model_update
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -21,7 +21,6 @@
 #include "model/report.h"
 #include "parallel/watch.h"
 #include "pretrained/outputs.h"
-#include "pretrained/use.h"
 
 // The signal that asked this rank to stop. It is answered at once, because a validation may take minutes; stdout is
 // rank 0's alone.
@@ -44,37 +43,45 @@ static void catch_signals(void) {
         if (signal(asking[i], ask_stop) == SIG_IGN) signal(asking[i], SIG_IGN);
 }
 
-// A training run: what it needs, then its steps.
-static void train(Ranks* world, const Settings* s, bool resumes) {
-    catch_signals();
-    report_settings(s);
-    Sources sources = sources_open(world, s, resumes);
-
-    // Memory that does not suffice and a folder that cannot be used end the run before it takes anything.
-    device_choose(ranks_local());
-    memory_check(s, world);
-    Outputs* outputs = outputs_open(world, s, version_text());
-    Model* m = model_create(&s->model, &s->run, world);
-    report_device(m);
-    const int64_t saved = sources_weights(&sources, s, world, m);
-    outputs_begin(outputs, &sources, m, saved);
-
+// The steps from `saved` + 1 on.
+static void train(const Settings* s, const Sources* sources, Outputs* outputs, Model* m, int64_t saved) {
     int stop = 0;
     for (int64_t step = saved + 1; step <= s->run.steps && !stop; step++) {
         // The device gets this step, and the host waits for the results of the one before.
-        outputs_start(outputs, step);
-        model_gradient(m, sources.loader, step);
+        model_gradient(m, sources->loader, step);
         model_update(m, stop_asked != 0);
         stop = outputs_step(outputs, step);
     }
 
     outputs_close(outputs, stop);
-    model_destroy(m);
-    sources_close(&sources);
     if (stop && stop_asked) printf("stopped by signal %d", (int)stop_asked);
     if (stop && !stop_asked) printf("stopped because another rank was asked to");
     const char* on = s->resume ? "; the same command goes on from here" : "; --resume goes on from here";
     if (stop) printf("%s\n", *s->out ? on : "");
+}
+
+// Opens data and model, and trains the model, or uses it.
+static void run(Ranks* world, const Settings* s, bool resumes) {
+    const bool trains = !s->run.frozen;
+    if (trains) catch_signals();
+    if (trains) report_settings(s);
+    Sources sources = sources_open(world, s, resumes);
+
+    // Memory that does not suffice and a folder that cannot be used end the run before it takes anything.
+    device_choose(ranks_local());
+    memory_check(s, world);
+    Outputs* outputs = trains ? outputs_open(world, s, version_text()) : NULL;
+    Model* m = model_create(&s->model, &s->run, world);
+    if (trains) report_device(m);
+    const int64_t saved = sources_weights(&sources, s, world, m);
+    if (trains) {
+        outputs_begin(outputs, &sources, m, saved);
+        train(s, &sources, outputs, m, saved);
+    } else {
+        outputs_of_use(world, s, &sources, m);
+    }
+    model_destroy(m);
+    sources_close(&sources);
 }
 
 // --timeout, before the options are parsed: the ranks report errors in these together, and must be connected for that.
@@ -123,20 +130,18 @@ int main(int argc, char** argv) {
     watch_start(world, s.timeout);
     agree_on_settings(world, &s);
 
-    const int asks = s.help || s.version, trains = !asks && !s.dry_run && !s.run.frozen;
-    if (trains)
-        train(world, &s, resumes);
-    else if (s.dry_run && !asks)
-        memory_report(&s, ranks_count(world));
+    const int asks = s.help || s.version, runs = !asks && !s.dry_run;
+    if (runs)
+        run(world, &s, resumes);
     else if (!asks)
-        use_model(world, &s);
+        memory_report(&s, ranks_count(world));
     else if (!s.help)
         puts(version_text());
 
     // Lost output is an error here; a training run with --out has its log. An earlier flush may have lost it: then this
     // one succeeds, and its errno is gone.
     const char* lost = fflush(stdout) != 0 ? strerror(errno) : ferror(stdout) ? "a full disk or a closed pipe" : NULL;
-    if (lost && !(trains && *s.out)) die(EXIT_FAILED, "cannot write the output: %s", lost);
+    if (lost && !(runs && !s.run.frozen && *s.out)) die(EXIT_FAILED, "cannot write the output: %s", lost);
 
     settings_free(&s);
     watch_stop();

@@ -1,7 +1,6 @@
 #include "data/mixture.h"
 
 #include <ctype.h>
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 

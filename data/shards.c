@@ -13,7 +13,6 @@
 
 #include "data/tokenizer.h"
 #include "device/check.h"
-#include "device/files.h"
 
 // Headers of the two formats, which data/shards.h describes.
 enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
@@ -28,17 +27,6 @@ typedef struct Shard {
     int64_t tokens;        // tokens in the file, not only those in windows
     int64_t first_window;  // windows of the shards before this one
 } Shard;
-
-// The shards of one text. Nothing changes after shards_open, so several threads may read windows.
-struct Shards {
-    const char* option;  // the command-line option, for messages
-    int64_t T;
-    int count;
-    Shard* files;
-    int64_t windows, tokens;  // of all shards
-    uint32_t hash;
-    Mixture mixture;
-};
 
 // Opens a shard, checks its header against its size, and adds it to the set's windows, tokens and hash.
 static void open_shard(Shards* s, Shard* shard, const char* path) {
@@ -195,12 +183,7 @@ Path shards_tokenizer(const char* path, const char* mark, const char* of_run) {
     return none;
 }
 
-int64_t shards_windows(const Shards* shards) { return shards->windows; }
-int64_t shards_tokens(const Shards* shards) { return shards->tokens; }
-int shards_count(const Shards* shards) { return shards->count; }
 const char* shards_path(const Shards* shards, int index) { return shards->files[index].path; }
-uint32_t shards_hash(const Shards* shards) { return shards->hash; }
-const Mixture* shards_mixture(const Shards* shards) { return &shards->mixture; }
 
 const char* shards_shared(const Shards* shards, const Shards* others) {
     return shared(shards->files, shards->count, others->files, others->count);

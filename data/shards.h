@@ -21,7 +21,17 @@
 #include "data/mixture.h"
 #include "device/files.h"
 
-typedef struct Shards Shards;
+// The shards of one text. Nothing changes after shards_open, so several threads may read windows.
+typedef struct Shards {
+    const char* option;  // of the command line, for messages
+    int64_t T;
+    int count;
+    struct Shard* files;
+    int64_t windows, tokens;  // of all shards
+    uint32_t hash;            // equal for runs on the same data: CRC-32 (zlib) over names (without folder), sizes and
+                              // headers, and the parts of several sets
+    Mixture mixture;
+} Shards;
 
 // Opens every file that matches `text`, a pattern (glob(3), sorted by name) or several with weights, and checks header
 // and size. An error ends the run with a message of `option` (which is not copied), file, offset and reason. Errors: no
@@ -37,20 +47,11 @@ Path shards_first(const char* option, const char* text);
 // files of that tokenizer show that the set is not whole. of_run, the file of --tokenizer, does not count.
 Path shards_tokenizer(const char* path, const char* mark, const char* of_run);
 
-int64_t shards_windows(const Shards* shards);
-int64_t shards_tokens(const Shards* shards);
-int shards_count(const Shards* shards);
 const char* shards_path(const Shards* shards, int index);
-const Mixture* shards_mixture(const Shards* shards);
-
 // The path of a file of `shards` that `others` have too, by whatever name or pattern; NULL: none.
 const char* shards_shared(const Shards* shards, const Shards* others);
 
-// CRC-32 (zlib) over names (without folder), sizes and headers, and the parts of several sets: equal for runs on the
-// same data.
-uint32_t shards_hash(const Shards* shards);
-
-// The same, and over 64 windows, evenly spread over all shards from the first window to the last: ranks compare it, as
+// The hash, and over 64 windows, evenly spread over all shards from the first window to the last: ranks compare it, as
 // a copy may lack a part of its contents. Tokens between these windows may differ.
 uint32_t shards_sample(const Shards* shards);
 

@@ -8,13 +8,11 @@
 #include <zlib.h>
 
 #include "device/check.h"
-#include "device/files.h"
 
 enum { BYTE_LENGTHS = 2, WORD_LENGTHS = 3, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24 };
 
 // The byte tokenizer: token i is byte i, and 256 is end of text.
-static Tokenizer* open_bytes(void) {
-    Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
+static void open_bytes(Tokenizer* t) {
     t->size = 257;
     t->eot = 256;
     t->data = (char*)host_alloc(257);
@@ -24,14 +22,6 @@ static Tokenizer* open_bytes(void) {
         t->data[i] = (char)(unsigned char)i;
         t->tokens[i] = token;
     }
-    return t;
-}
-
-// The ids are of a tokenizer that is not known.
-static Tokenizer* open_nothing(void) {
-    Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
-    t->eot = -1;
-    return t;
 }
 
 // Checks the first four numbers: magic, version, number of tokens, end-of-text id.
@@ -51,9 +41,8 @@ static void check_header(const char* path, const uint32_t header[4]) {
             header[3], header[2]);
 }
 
-static Tokenizer* open_table(const char* path) {
+static void open_table(Tokenizer* t, const char* path) {
     // The file.
-    Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
     size_t size, at = HEADER_BYTES;
     t->data = read_file(path, TOKENIZER_LIMIT, &size);
     if (!t->data) die(EXIT_FAILED, "--tokenizer: %s: cannot read: %s", path, file_error(errno));
@@ -90,7 +79,6 @@ static Tokenizer* open_table(const char* path) {
     if (at != size)
         die(EXIT_FAILED, "--tokenizer: %s: byte %zu: %zu bytes after the last of %d tokens", path, at, size - at,
             t->size);
-    return t;
 }
 
 Tokenizer* tokenizer_open(const char* path) {
@@ -101,7 +89,11 @@ Tokenizer* tokenizer_open(const char* path) {
             "which "
             "this makes: python3 scripts/tokenizer_json.py '%s'",
             path, (int)(end - path), path, path);
-    return !path ? open_nothing() : path[0] == 0 ? open_bytes() : open_table(path);
+    Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
+    t->eot = -1;
+    if (path && *path) open_table(t, path);
+    if (path && !*path) open_bytes(t);
+    return t;
 }
 
 Path tokenizer_of_folder(const char* option, const char* folder) {
@@ -120,9 +112,6 @@ void tokenizer_close(Tokenizer* tokenizer) {
     free(tokenizer->tokens);
     free(tokenizer);
 }
-
-int32_t tokenizer_size(const Tokenizer* tokenizer) { return tokenizer->size; }
-int32_t tokenizer_eot(const Tokenizer* tokenizer) { return tokenizer->eot; }
 
 // The length that counts: version 2 has none of more than 255 bytes.
 static Bytef hashed_length(const Token* token) { return (Bytef)(token->length > 255 ? 0 : token->length); }

@@ -25,9 +25,9 @@ typedef struct Token {
 } Token;
 
 typedef struct Tokenizer {
-    char* data;  // all tokens' bytes
-    int32_t size;
-    int32_t eot;
+    char* data;     // all tokens' bytes
+    int32_t size;   // number of tokens
+    int32_t eot;    // end of text
     Token* tokens;  // by id; end of text has no bytes
 } Tokenizer;
 
@@ -37,8 +37,6 @@ Tokenizer* tokenizer_open(const char* path);
 // where it has only a tokenizer.json.
 Path tokenizer_of_folder(const char* option, const char* folder);
 void tokenizer_close(Tokenizer* tokenizer);
-int32_t tokenizer_size(const Tokenizer* tokenizer);
-int32_t tokenizer_eot(const Tokenizer* tokenizer);  // end of text
 // CRC-32 (zlib) of the tokens, as scripts/prepare_eval.py puts it into its files: for each id a length byte and the
 // bytes. End of text and tokens of more than 255 bytes have length 0, so both versions have the same hash.
 uint32_t tokenizer_hash(const Tokenizer* tokenizer);

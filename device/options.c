@@ -32,14 +32,15 @@ static char* choice_name(const char* choices, int64_t index) {
 // Parses a number in the option's range. An integer may be written as 1e6, and is exact: no range goes beyond 2^53.
 static double number(const Option* o, const char* text, const char* where) {
     int whole = o->type == OPTION_INT, digits = whole ? 15 : 6;
+    const char* dashes = o->help ? "--" : "";  // a member of the record alone has none
     char* end = NULL;
     double v = strtod(text, &end);
     if (end == text || *end || !isfinite(v) || (whole && v != floor(v)))
-        die(EXIT_USAGE, "%s--%s takes a %s from %.*g to %.*g, not '%s'", where, o->name,
+        die(EXIT_USAGE, "%s%s%s takes a %s from %.*g to %.*g, not '%s'", where, dashes, o->name,
             whole ? "whole number" : "number", digits, o->min, digits, o->max, text);
     if (v < o->min || v > o->max)
-        die(EXIT_USAGE, "%s--%s %s is out of range: from %.*g to %.*g are allowed", where, o->name, text, digits,
-            o->min, digits, o->max);
+        die(EXIT_USAGE, "%s%s%s %s is out of range: from %.*g to %.*g are allowed", where, dashes, o->name, text,
+            digits, o->min, digits, o->max);
     return v;
 }
 
@@ -211,6 +212,12 @@ char* option_text(const Option* o, const void* values) {
     }
 }
 
+void option_copy(const Option* o, void* to, const void* from, const char* where) {
+    char* text = option_text(o, from);
+    options_set(o, to, text, where);
+    free(text);
+}
+
 // Values other than texts have 8 bytes.
 int option_same(const Option* o, const void* values, const void* others) {
     const void *a = (const char*)values + o->offset, *b = (const char*)others + o->offset;
@@ -236,12 +243,11 @@ void options_print(const Option* table, int count, const void* values, const voi
     printf("\n");
 }
 
-void options_help(const Option* table, int count, const char* program, bool all) {
+void options_help(const Option* table, int count, bool all) {
     static const char* const kinds[] = {"N", "X", "TEXT", "", ""};  // by OptionType
     printf(
-        "usage: %s --train GLOB [options]\n       %s --out FOLDER --resume [options]\n"
-        "       %s --sample FOLDER | --evaluate FOLDER [options]\n",
-        program, program, program);
+        "usage: train_moe --train GLOB [options]\n       train_moe --out FOLDER --resume [options]\n"
+        "       train_moe --sample FOLDER | --evaluate FOLDER [options]\n");
     if (!all) printf("\nThe options that most runs need; --help all lists all.\n");
     const Option *first = table, *shown = NULL;  // first option of the group; last option printed
     for (int i = 0; i < count; i++) {

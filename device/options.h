@@ -64,10 +64,12 @@ void options_free(const Option* table, int count, void* values);
 
 // The value as text, newly allocated; parsing it gives the same value.
 char* option_text(const Option* option, const void* values);
+// Copies the value of one struct to another, with the checks of options_set.
+void option_copy(const Option* option, void* to, const void* from, const char* where);
 // 1 if both structs have the same value.
 int option_same(const Option* option, const void* values, const void* others);
 
 // Prints help to stdout: the common options, or all.
-void options_help(const Option* table, int count, const char* program, bool all);
+void options_help(const Option* table, int count, bool all);
 // Prints "group  name value ..." lines to stdout: the values that differ from `defaults`; all values if it is NULL.
 void options_print(const Option* table, int count, const void* values, const void* defaults);

@@ -334,16 +334,17 @@ int64_t hub_length(const char* folder) {
     return length;
 }
 
-int64_t hub_end_of_text_id(const char* folder) {
-    Json* config = read_json(folder, "config.json", CONFIG_LIMIT, NULL, 0);
-    const int64_t id = json_int(config, "eos_token_id", -1);
-    json_free(config);
-    return id;
+// A whole number of a file, or `absent`.
+static int64_t number_in(const char* folder, const char* file, size_t limit, const char* key, int64_t absent) {
+    Json* json = read_json(folder, file, limit, NULL, 0);
+    const int64_t number = json_int(json, key, absent);
+    json_free(json);
+    return number;
 }
 
+int64_t hub_end_of_text_id(const char* folder) {
+    return number_in(folder, "config.json", CONFIG_LIMIT, "eos_token_id", -1);
+}
 int64_t hub_tokenizer(const char* folder) {
-    Json* manifest = read_json(folder, "manifest.json", MANIFEST_LIMIT, NULL, 0);
-    const int64_t hash = json_int(manifest, "tokenizer_hash", 0);
-    json_free(manifest);
-    return hash;
+    return number_in(folder, "manifest.json", MANIFEST_LIMIT, "tokenizer_hash", 0);
 }

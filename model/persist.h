@@ -17,9 +17,9 @@ void model_files_free(CheckpointFile* files, int count);
 
 // The data of a run: a resumed run must have the same.
 typedef struct DataHash {
-    uint32_t shards;      // shards_hash of --train
+    uint32_t shards;      // Shards.hash of --train
     uint32_t tokenizer;   // tokenizer_hash
-    int32_t end_of_text;  // tokenizer_eot
+    int32_t end_of_text;  // Tokenizer.eot
 } DataHash;
 
 // state is the host's copy of the device's StepState.

@@ -155,9 +155,7 @@ void record_recall(const Json* record, bool stage, Settings* s) {
         sets |= s->given[i] && o->offset == offsetof(Settings, precision);
         // Options on the command line win, and so does the group that --precision sets.
         if (s->given[i] || (sets && !o->initial)) continue;
-        char* text = option_text(o, &was);
-        options_set(o, s, text, "");
-        free(text);
+        option_copy(o, s, &was, "");
     }
     // Other --steps change the schedule, but not the warm-up: it is behind, or has begun.
     const Json* warmup = json_get(record, "warmup-steps");

@@ -87,7 +87,7 @@ double report_load(char** line, const ModelConfig* c, const int64_t* load) {
         const double mean = l < c->dense_layers ? NAN : (double)sum / (double)c->E;
         most[l] = (double)max / mean;
         least[l] = (double)min / mean;
-        if (l >= c->dense_layers && sum) worst = fmax(worst, most[l]);
+        worst = fmax(worst, most[l]);  // which ignores a NAN
     }
     runlog_number(line, "load_max_over_mean", worst);
     runlog_list(line, "load_max", most, blocks);
@@ -98,12 +98,12 @@ double report_load(char** line, const ModelConfig* c, const int64_t* load) {
 
 void report_data(const Settings* s, const Shards* train, const Tokenizer* tokenizer) {
     const RunConfig* r = &s->run;
-    const int64_t windows = shards_windows(train);
-    const Mixture* mixture = shards_mixture(train);
+    const int64_t windows = train->windows;
+    const Mixture* mixture = &train->mixture;
     const double epochs = (double)r->steps * (double)r->tokens_per_step / (double)r->seq_len / (double)windows;
-    const int shards = shards_count(train);
+    const int shards = train->count;
     printf("data       %d shard%s, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps of %ld tokens)\n", shards,
-           shards == 1 ? "" : "s", shards_tokens(train), windows, r->seq_len, epochs, r->steps, r->tokens_per_step);
+           shards == 1 ? "" : "s", train->tokens, windows, r->seq_len, epochs, r->steps, r->tokens_per_step);
     for (int k = 0; k < mixture->count && mixture->count > 1; k++) {
         const MixtureSet* set = &mixture->sets[k];
         const double share = (double)set->part / (double)mixture->parts;
@@ -113,8 +113,8 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
         free(shown);
     }
     char* name = host_printable(s->tokenizer, strlen(s->tokenizer), "");
-    if (tokenizer_size(tokenizer))
-        printf("tokenizer  %s, %d tokens%s\n", *name ? name : "bytes", tokenizer_size(tokenizer),
+    if (tokenizer->size)
+        printf("tokenizer  %s, %d tokens%s\n", *name ? name : "bytes", tokenizer->size,
                *name ? "" : ": no tokenizer file is next to the shards");
     else
         printf("tokenizer  none: ids go beyond 256\n");

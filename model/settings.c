@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "device/check.h"
-#include "layers/step.h"
 #include "moe/moe.h"
 
 // Rows of the table, by type: group, name, field of Settings, default (NULL: from the group's first option), range or
@@ -27,10 +26,8 @@
     { group, name, OPTION_CHOICE, offsetof(Settings, field), initial, 0, 0, choices, scope, help }
 #define TEXT(group, name, field, scope, help)                                                                          \
     { group, name, OPTION_TEXT, offsetof(Settings, field), "", 0, 0, NULL, scope, help }
-#define FLAG(group, name, field, scope, help)                                                                          \
-    { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 1, NULL, scope, help }
-#define FLAG_ALL(group, name, field, scope, help)                                                                      \
-    { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 2, NULL, scope, help }
+#define FLAG(group, name, field, most, scope, help)                                                                    \
+    { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, most, NULL, scope, help }
 #define BIG 1e12
 
 // The options, in the order of --help.
@@ -71,7 +68,7 @@ const Option settings_table[] = {
     // Use of an existing model.
     TEXT("use", "init", init, FREE_COMMON,
          "train on from the weights in this Hugging Face folder or run; give --lr too"),
-    FLAG("use", "init-moments", init_moments, FIXED,
+    FLAG("use", "init-moments", init_moments, 1, FIXED,
          "with --init: a new stage, with its moments too, and its options unless given"),
     TEXT("use", "sample", sample, ONCE_COMMON, "no training: print a sample of the model in this folder or run"),
     TEXT("use", "evaluate", evaluate, ONCE_COMMON,
@@ -94,7 +91,7 @@ const Option settings_table[] = {
     // Length of the run, and its outputs.
     WHOLE("run", "steps", run.steps, "1000", 1, 1e9, FREE_COMMON, "updates in all"),
     TEXT("run", "out", out, FREE_COMMON, "folder for log and checkpoints; none: nothing is kept"),
-    FLAG("run", "resume", resume, ONCE_COMMON, "go on from the newest good checkpoint in --out, with its options"),
+    FLAG("run", "resume", resume, 1, ONCE_COMMON, "go on from the newest good checkpoint in --out, with its options"),
     WHOLE("run", "save-every", save_every, "0", 0, 1e9, FREE_COMMON, "steps between checkpoints; 0: at the end only"),
     WHOLE("run", "keep", keep, "2", 1, 1e6, FREE, "checkpoints that stay"),
     WHOLE("run", "val-every", val_every, "100", 0, 1e9, FREE_COMMON,
@@ -106,14 +103,14 @@ const Option settings_table[] = {
     TEXT("run", "prompt", prompt, FREE_COMMON, "text that samples begin with, if tokens are bytes"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     CHOICE("run", "graph", run.graph, "auto", "auto|off", FREE, "auto: one GPU replays its steps as CUDA graphs"),
-    FLAG_ALL("run", "dry-run", dry_run, ONCE_COMMON,
-             "print memory (exit code 1: too little), disk and time, and stop; all: buffers"),
+    FLAG("run", "dry-run", dry_run, 2, ONCE_COMMON,
+         "print memory (exit code 1: too little), disk and time, and stop; all: buffers"),
     WHOLE("run", "ranks", run.ranks, "0", 0, 1 << 20, ONCE,
           "with --dry-run: ranks to plan for; 0: those of mpirun or srun"),
     NUMBER("run", "gpu-memory", gpu_memory, "0", 0, 1e6, ONCE,
            "with --dry-run: plan the CUDA build for a GPU of that many GiB; 0: this build"),
-    FLAG("run", "version", version, ONCE, "print version, commit and build, and stop"),
-    FLAG_ALL("run", "help", help, ONCE_COMMON, "print the common options and stop (also -h); --help all: all of them"),
+    FLAG("run", "version", version, 1, ONCE, "print version, commit and build, and stop"),
+    FLAG("run", "help", help, 2, ONCE_COMMON, "print the common options and stop (also -h); --help all: all of them"),
 
     // How it learns.
     CHOICE("optimizer", "optimizer", run.optimizer, "muon", "adamw|muon", FREE_COMMON,
@@ -179,8 +176,8 @@ const Option settings_table[] = {
            "capacity factor with --ep: routed tokens to plan for, over the mean load"),
 
     // For debugging.
-    FLAG("debugging", "force-balance", run.force_balance, FIXED, "route round-robin, for benchmarks"),
-    FLAG("debugging", "overfit", overfit, FIXED, "train on the first step's tokens only"),
+    FLAG("debugging", "force-balance", run.force_balance, 1, FIXED, "route round-robin, for benchmarks"),
+    FLAG("debugging", "overfit", overfit, 1, FIXED, "train on the first step's tokens only"),
 };
 const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
 static_assert(sizeof(settings_table) / sizeof(settings_table[0]) <= SETTINGS_MOST, "Settings.given has all rows");
@@ -188,44 +185,25 @@ static_assert(sizeof(settings_table) / sizeof(settings_table[0]) <= SETTINGS_MOS
 // clang-format off
 // In the order of --model's choices. The last three are DeepSeek-V2-Lite, V2 and V3: sizes, and peak learning rates of
 // AdamW, as published. Optimizers and types of moments are as measured (bench/RESULTS.md).
-#define COMMON(mscale) \
-    .norm_eps = 1e-6, .rope_theta = 10000, .yarn = 0, .yarn_factor = 40, .yarn_mscale = mscale, .yarn_original_len = 4096
+#define V2(scale, mscale) SCORE_SOFTMAX, 0, 0, scale, 1e-6, 10000, 0, 40, mscale, 4096
+#define V3(scale) SCORE_SIGMOID, 1, 0, scale, 1e-6, 10000, 0, 40, 1, 4096
 const Preset settings_presets[] = {
-    // tiny
-    {.model = {.L = 4, .C = 128, .H = 4, .q_lora = 0, .kv_lora = 64, .nope = 32, .rope = 16, .v = 32,
-               .dense_ffn = 512, .dense_layers = 1, .E = 8, .K = 2, .shared = 1, .F = 128, .V = 257,
-               .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
-     .lr = 1e-3, .muon_lr = 12e-3, .optimizer = MUON, .expert_steps = 1, .bf16_moments = false},
-    // small
-    {.model = {.L = 8, .C = 512, .H = 8, .q_lora = 0, .kv_lora = 256, .nope = 64, .rope = 32, .v = 64,
-               .dense_ffn = 2048, .dense_layers = 1, .E = 32, .K = 4, .shared = 1, .F = 384, .V = 50257,
-               .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
-     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .expert_steps = 2, .bf16_moments = false},
-    // medium
-    {.model = {.L = 12, .C = 1024, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 64, .rope = 32, .v = 64,
-               .dense_ffn = 4096, .dense_layers = 1, .E = 64, .K = 6, .shared = 1, .F = 512, .V = 50257,
-               .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, COMMON(1)},
-     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .expert_steps = 2, .bf16_moments = false},
-    // debug
-    {.model = {.L = 6, .C = 256, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
-               .dense_ffn = 1024, .dense_layers = 1, .E = 8, .K = 3, .shared = 2, .F = 256, .V = 2048,
-               .groups = 1, .top_groups = 1, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 1, COMMON(0.707)},
-     .lr = 1e-3, .muon_lr = 2e-3, .optimizer = MUON, .expert_steps = 1, .bf16_moments = false},
-    // 16b
-    {.model = {.L = 27, .C = 2048, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
-               .dense_ffn = 10944, .dense_layers = 1, .E = 64, .K = 6, .shared = 2, .F = 1408, .V = 102400,
-               .groups = 1, .top_groups = 1, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 1, COMMON(0.707)},
-     .lr = 4.2e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .expert_steps = 1, .bf16_moments = true},
-    // 236b
-    {.model = {.L = 60, .C = 5120, .H = 128, .q_lora = 1536, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
-               .dense_ffn = 12288, .dense_layers = 1, .E = 160, .K = 6, .shared = 2, .F = 1536, .V = 102400,
-               .groups = 8, .top_groups = 3, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 16, COMMON(1)},
-     .lr = 2.4e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .expert_steps = 1, .bf16_moments = true},
-    // 671b
-    {.model = {.L = 61, .C = 7168, .H = 128, .q_lora = 1536, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
-               .dense_ffn = 18432, .dense_layers = 3, .E = 256, .K = 8, .shared = 1, .F = 2048, .V = 129280,
-               .groups = 8, .top_groups = 4, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 2.5, COMMON(1)},
-     .lr = 2.2e-4, .muon_lr = 2e-3, .optimizer = ADAMW, .expert_steps = 1, .bf16_moments = true},
+    //L     C    H  q_lora kv_lora nope rope v  dense_ffn, layers. E K shared F    V  mtp groups top_groups; the router.
+    // Then lr, muon_lr, optimizer, expert_steps, bf16_moments.
+    {{ 4,  128,   4,    0,     64,   32,  16,  32,   512,    1,   8, 2, 1,   128,    257, 0,   1,   1, V3(1)},
+     1e-3, 12e-3, MUON, 1, false},    // tiny
+    {{ 8,  512,   8,    0,    256,   64,  32,  64,  2048,    1,  32, 4, 1,   384,  50257, 0,   1,   1, V3(1)},
+     1e-3, 2e-3, MUON, 2, false},     // small
+    {{12, 1024,  16,    0,    512,   64,  32,  64,  4096,    1,  64, 6, 1,   512,  50257, 0,   1,   1, V3(1)},
+     1e-3, 2e-3, MUON, 2, false},     // medium
+    {{ 6,  256,  16,    0,    512,  128,  64, 128,  1024,    1,   8, 3, 2,   256,   2048, 0,   1,   1, V2(1, 0.707)},
+     1e-3, 2e-3, MUON, 1, false},     // debug
+    {{27, 2048,  16,    0,    512,  128,  64, 128, 10944,    1,  64, 6, 2,  1408, 102400, 0,   1,   1, V2(1, 0.707)},
+     4.2e-4, 2e-3, ADAMW, 1, true},   // 16b
+    {{60, 5120, 128, 1536,    512,  128,  64, 128, 12288,    1, 160, 6, 2,  1536, 102400, 0,   8,   3, V2(16, 1)},
+     2.4e-4, 2e-3, ADAMW, 1, true},   // 236b
+    {{61, 7168, 128, 1536,    512,  128,  64, 128, 18432,    3, 256, 8, 1,  2048, 129280, 0,   8,   4, V3(2.5)},
+     2.2e-4, 2e-3, ADAMW, 1, true},   // 671b
 };
 // clang-format on
 

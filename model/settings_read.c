@@ -22,25 +22,16 @@ static int row_of(size_t offset) {
 // Whether the command line has the option of a field.
 #define GIVEN(s, field) ((s)->given[row_of(offsetof(Settings, field))])
 
-// Ends the run if a number that comes from a file of --option FOLDER is outside the range of row o.
-static void check_range(const Settings* s, const Option* o, const char* option, const char* folder, const char* file) {
-    const char* at = (const char*)s + o->offset;
-    const double value = o->type == OPTION_FLOAT ? *(const double*)at : (double)*(const int64_t*)at;
-    if (o->type != OPTION_CHOICE && (value < o->min || value > o->max))
-        die(EXIT_USAGE, "--%s %s/%s: it means %s%s %.9g, which must be from %.9g to %.9g", option, folder, file,
-            o->help ? "--" : "", o->name, value, o->min, o->max);
-}
-
 // Options of the model that are not given come from config.json.
 static void take_folder(Settings* s, const char* option, const char* folder) {
     const Settings from = {.model = hub_read_config(option, folder)};
+    char* where = host_format("--%s %s/config.json: ", option, folder);
     s->model.selection_bias = from.model.selection_bias;
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
-        if (strcmp(o->group, "model") != 0 || o->initial || s->given[i]) continue;
-        memcpy((char*)s + o->offset, (const char*)&from + o->offset, 8);
-        check_range(s, o, option, folder, "config.json");
+        if (strcmp(o->group, "model") == 0 && !o->initial && !s->given[i]) option_copy(o, s, &from, where);
     }
+    free(where);
 }
 
 // Replaces a text of the settings.
@@ -55,9 +46,11 @@ static void set_for_use(Settings* s, const char* option, const char* folder) {
     s->run.recompute = RECOMPUTE_BLOCK;
     if (*s->sample && !GIVEN(s, run.batch)) s->run.batch = 1;
     const int length = row_of(offsetof(Settings, run.seq_len));
-    if (!s->given[length])
-        s->run.seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
-    if (*s->evaluate) check_range(s, &settings_table[length], "evaluate", folder, "manifest.json");
+    Settings from = {.run = {.seq_len = 1 + (int64_t)strlen(s->prompt) + s->sample_tokens}};
+    if (*s->evaluate) from.run.seq_len = hub_length(folder);
+    char* where = host_format("--%s %s%s: ", option, folder, *s->evaluate ? "/manifest.json" : "");
+    if (!s->given[length]) option_copy(&settings_table[length], s, &from, where);
+    free(where);
     // Its tokenizer, or where the folder has none that of the text.
     if (*s->tokenizer) return;
     Path tokenizer = tokenizer_of_folder(option, folder);
@@ -108,7 +101,7 @@ static void find_tokenizer(Settings* s, int recorded, int has_vocab) {
     // The vocabulary of a new model is the tokenizer's.
     if (!*s->tokenizer || has_vocab || GIVEN(s, model.V)) return;
     Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
-    s->model.V = tokenizer_size(tokenizer);
+    s->model.V = tokenizer->size;
     tokenizer_close(tokenizer);
 }
 
@@ -139,7 +132,7 @@ Settings settings_defaults(const Settings* s) {
 Settings settings_read(Settings s, int ranks, const Json* record) {
     // The command line over the record over the presets over the defaults.
     settings_preset(&s, s.precision);
-    if (s.help) options_help(settings_table, settings_count, "train_moe", s.help == 2);
+    if (s.help) options_help(settings_table, settings_count, s.help == 2);
     if (s.help || s.version) return s;
     take_newest(&s.init);
     take_newest(&s.sample);

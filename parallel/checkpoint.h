@@ -54,7 +54,7 @@ typedef struct CheckpointRecord {
     int64_t step;            // updates done
     int64_t window;          // next window of the run (data/shards.h)
     int64_t updates;         // StepState.updates: those of all stages (--init-moments)
-    int64_t data_hash;       // shards_hash of the training shards
+    int64_t data_hash;       // Shards.hash of the training shards
     int64_t tokenizer_hash;  // 0: not known
 } CheckpointRecord;
 

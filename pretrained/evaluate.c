@@ -156,7 +156,7 @@ static int64_t count_right(const Choices* c, const double* loss) {
 
 ScoreRecord evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokenizer) {
     double* loss = (double*)host_alloc((size_t)c->count * sizeof(double));
-    choice_losses(m, c, tokenizer_eot(tokenizer), loss);
+    choice_losses(m, c, tokenizer->eot, loss);
     sum_over_ranks(m, loss, c->count);
     for (int64_t i = 0; i < c->count; i++)
         if (!isfinite(loss[i]))

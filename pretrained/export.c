@@ -63,7 +63,7 @@ static void add_tokenizer(Saver* saver, const char* tokenizer) {
 }
 
 void export_files(Saver* saver, const Settings* s, Model* m, const Tokenizer* tokenizer) {
-    const int32_t eot = tokenizer_eot(tokenizer);
+    const int32_t eot = tokenizer->eot;
     char *config = hub_config(s, eot), *index = index_json(m);
     char *ends = hub_end_of_text(eot), *generation = host_format("{\n%s\n}\n", ends);
     // The files of the model, then those of its tokenizer.

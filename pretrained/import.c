@@ -13,7 +13,7 @@
 #include "device/check.h"
 #include "device/files.h"
 #include "device/values.h"
-#include "model/persist.h"
+#include "parallel/checkpoint.h"
 
 enum { FP8_BLOCK = 128 };
 static const int64_t READ_ELEMENTS = (int64_t)1 << 20;  // elements read at a time
@@ -219,8 +219,7 @@ static void load_unit(Import* in, Model* m, int unit) {
     check_copy(in, &m->layout, u->layer, "shared_head.head.weight", "lm_head.weight");
 }
 
-// `option` named the folder.
-static void import_weights(Model* m, Ranks* world, const char* option, const char* folder) {
+void import_weights(Model* m, Ranks* world, const char* option, const char* folder) {
     // The files, and chunks of host memory.
     Import in = {.option = option, .folder = folder};
     in.raw = (char*)host_alloc((size_t)READ_ELEMENTS * sizeof(double));
@@ -265,21 +264,4 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
     free((void*)in.files);
     free(in.raw);
     free(in.values);
-}
-
-void model_begin(Model* m, const Settings* s, Ranks* world) {
-    const char *option, *folder = settings_folder(s, &option);
-    if (!folder) {
-        model_init(m, (uint64_t)m->run.seed);
-        return;
-    }
-    // Weights of a folder. The time is that of this rank.
-    const double began = host_seconds();
-    if (s->init_moments)
-        model_stage(m, s, world);
-    else
-        import_weights(m, world, option, folder);
-    char* shown = host_printable(folder, strlen(folder), "");
-    printf("weights    %sfrom %s, in %.1f s\n", s->init_moments ? "and moments " : "", shown, host_seconds() - began);
-    free(shown);
 }

@@ -10,12 +10,10 @@
 #pragma once
 
 #include "model/model.h"
-#include "model/settings.h"
 
-// The initial weights: drawn by --seed, or read from the folder of --init, --sample or --evaluate, with the router's
-// biases. Moments stay zero, but for --init-moments (model_stage, model/persist.h). The MTP module of --mtp 1 is read,
-// or drawn where the folder has none; without --mtp all modules are left out. A message reports it. Its embed_tokens
-// and shared_head.head, which DeepSeek's checkpoints repeat, must be the main model's. Ends the run, naming file and
-// tensor, if a tensor is missing, of another shape or type, not finite, or none of this model's. Also ends it if a file
-// differs from the manifest of a step, or with --mtp 1 and more than one module in the folder.
-void model_begin(Model* model, const Settings* settings, Ranks* world);
+// The weights of `folder`, which --option names, with the router's biases. Moments stay zero. The MTP module of --mtp 1
+// is read, or drawn where the folder has none; without --mtp all modules are left out. A message reports it. Its
+// embed_tokens and shared_head.head, which DeepSeek's checkpoints repeat, must be the main model's. Ends the run,
+// naming file and tensor, if a tensor is missing, of another shape or type, not finite, or none of this model's. Also
+// ends it if a file differs from the manifest of a step, or with --mtp 1 and more than one module in the folder.
+void import_weights(Model* model, Ranks* world, const char* option, const char* folder);

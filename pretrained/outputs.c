@@ -77,6 +77,7 @@ void outputs_begin(Outputs* o, const Sources* from, Model* m, int64_t saved) {
     if (o->log && m->run.stats_every)
         o->stats = fetch_create((size_t)(blocks * BLOCK_STATS) * sizeof(QuantizationStats));
     o->shown = host_seconds();
+    stopwatch_start(o->watch[o->first % 2], m->ctx);
 }
 
 // Saves the model after `step`. A step that was not finite changed nothing, so the model is still that of the last good
@@ -97,9 +98,9 @@ static NORETURN void end_diverged(const Outputs* o) {
     if (o->saver) checkpoint_wait(o->saver);  // it may still be being written
     int aside = o->saver && good == o->saved && checkpoint_set_aside(o->saver, good);
     ranks_barrier(o->world);  // a rank that ends now ends rank 0 too, which may still be at it
-    char* note =
+    const char* note =
         aside ? host_format(" (step_%08ld, after which no step was finite, is now step_%08ld.diverged)", good, good)
-              : host_strdup("");
+              : "";
     die(EXIT_FAILED,
         "3 steps in a row were not finite; the run ends without saving%s. Start again with a smaller --lr or a longer "
         "--warmup",
@@ -206,8 +207,6 @@ static void print_sample(const Outputs* o, int64_t step) {
     free(text);
 }
 
-void outputs_start(Outputs* o, int64_t step) { stopwatch_start(o->watch[step % 2], o->model->ctx); }
-
 int outputs_step(Outputs* o, int64_t step) {
     const Settings* s = o->settings;
     stopwatch_stop(o->watch[step % 2], o->model->ctx);
@@ -227,6 +226,7 @@ int outputs_step(Outputs* o, int64_t step) {
     // Once in a while: a sample, and a checkpoint, which a thread writes while training goes on.
     if (samples) print_sample(o, step);
     if (saves) save(o, step, last);
+    stopwatch_start(o->watch[(step + 1) % 2], o->model->ctx);
     return stop;
 }
 
@@ -241,4 +241,23 @@ void outputs_close(Outputs* o, int stopped) {
     fetch_destroy(o->load);
     if (o->stats) fetch_destroy(o->stats);
     free(o);
+}
+
+// ---- The use of a model
+
+// Bits a byte can be compared between tokenizers; nats a token cannot.
+static void print_loss(const Settings* s, const Sources* from, Model* m) {
+    const double loss = evaluate_loss(m, from->val, from->val_windows);
+    if (!isfinite(loss)) die(EXIT_FAILED, "the loss on --val %s is not finite: %g", s->val, loss);
+    printf("loss       %.6f nats a token, perplexity %.4f, ", loss, exp(loss));
+    if (from->val_bytes > 0) printf("%.6f bits a byte, ", loss / log(2) / from->val_bytes);
+    printf("on %ld of %ld tokens\n", from->val_windows * s->run.seq_len, from->val->windows * s->run.seq_len);
+}
+
+void outputs_of_use(Ranks* world, const Settings* s, const Sources* from, Model* m) {
+    char* text = *s->sample ? model_sample(m, s, world, from->tokenizer, 0) : NULL;
+    if (text) printf("%s\n", text);
+    free(text);
+    if (from->val) print_loss(s, from, m);
+    evaluate_questions(NULL, m, from->questions, from->question_files, from->tokenizer);
 }

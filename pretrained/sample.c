@@ -54,7 +54,7 @@ char* model_sample(Model* m, const Settings* s, Ranks* world, const Tokenizer* t
     real* logits = (real*)host_alloc((size_t)V * sizeof(real));
 
     // End of text and the prompt.
-    ids[0] = tokenizer_eot(tokenizer);
+    ids[0] = tokenizer->eot;
     for (int64_t i = 0; i < prompt; i++) ids[1 + i] = (unsigned char)s->prompt[i];
     int64_t n = 1 + prompt;
 

@@ -34,7 +34,7 @@ static Shards* open_shards(Ranks* world, const Settings* s, const char* option, 
 
 // Whether the first 64k tokens of the shards are bytes and their end of text alone.
 static bool are_bytes(const Shards* shards, const Settings* s) {
-    int64_t T = s->run.seq_len, windows = min_i64(shards_windows(shards), ceil_div(1 << 16, T)), largest = 0;
+    int64_t T = s->run.seq_len, windows = min_i64(shards->windows, ceil_div(1 << 16, T)), largest = 0;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
     for (int64_t i = 0; i < windows; i++) {
         shards_read(shards, i, (int32_t)s->model.V, ids, ids + T);
@@ -50,9 +50,9 @@ static void check_same(const Sources* from, const Settings* s, const char* optio
     if (differs)
         die(EXIT_USAGE, "%s: the tokenizer %s is not %s, that of the run: %s; a model and all its data have one",
             option, of,
-            *s->tokenizer                     ? s->tokenizer
-            : tokenizer_size(from->tokenizer) ? "bytes, as without --tokenizer"
-                                              : "known without --tokenizer, as the ids go beyond 256",
+            *s->tokenizer           ? s->tokenizer
+            : from->tokenizer->size ? "bytes, as without --tokenizer"
+                                    : "known without --tokenizer, as the ids go beyond 256",
             differs);
 }
 
@@ -68,7 +68,7 @@ static void check_file(const Sources* from, const Settings* s, const char* optio
 static void check_shards(const Sources* from, const Settings* s, const char* option, const Shards* shards) {
     const Path mark = path_of("_%s_", option + strlen("--"));
     Path last = {""};
-    for (int i = 0; shards && i < shards_count(shards); i++) {
+    for (int i = 0; shards && i < shards->count; i++) {
         Path path = shards_tokenizer(shards_path(shards, i), mark.text, s->tokenizer);
         if (strcmp(path.text, last.text) != 0) check_file(from, s, option, path.text);
         last = path;
@@ -91,7 +91,7 @@ static void check_folder(const Sources* from, const Settings* s) {
 // That samples can be made, and are text.
 static void check_samples(const Sources* from, const Settings* s) {
     if (!s->sample_every && !*s->sample) return;
-    const int32_t size = tokenizer_size(from->tokenizer);
+    const int32_t size = from->tokenizer->size;
     if (size > s->model.V)
         die(EXIT_USAGE, "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld",
             *s->tokenizer ? s->tokenizer : "bytes", size, s->model.V);
@@ -135,13 +135,13 @@ static double count_bytes(const Sources* from, const Settings* s) {
 static void open_validation(Sources* from, Ranks* world, const Settings* s) {
     from->val = open_shards(world, s, "--val", s->val);
     if (!from->val) return;
-    if (shards_mixture(from->val)->count > 1)
+    if (from->val->mixture.count > 1)
         die(EXIT_USAGE, "--val takes no weights: it is read in the order of its files, without a mixture");
     const char* both = from->train ? shards_shared(from->val, from->train) : NULL;
     if (both) warn("--train includes %s of --val: the validation loss is that of text that the model learns", both);
     check_shards(from, s, "--val", from->val);
     // Whole windows of --val-tokens, at most those of the shards.
-    from->val_windows = max_i64(min_i64(s->val_tokens / s->run.seq_len, shards_windows(from->val)), 1);
+    from->val_windows = max_i64(min_i64(s->val_tokens / s->run.seq_len, from->val->windows), 1);
     if (s->val_every || *s->evaluate) from->val_bytes = count_bytes(from, s);
 }
 
@@ -151,15 +151,14 @@ static void open_questions(Sources* from, Ranks* world, const Settings* s) {
     const char* name = *s->tokenizer ? s->tokenizer : "bytes";
     const Tokenizer* t = from->tokenizer;
     uLong hash = 0;
-    if (*s->eval && !tokenizer_size(t))
+    if (*s->eval && !t->size)
         die(EXIT_USAGE, "--eval needs --tokenizer: the ids in the shards go beyond 256, so they are no bytes");
     // An ending without context follows end of text, so the model must know this id.
-    if (*s->eval && tokenizer_eot(t) >= s->model.V)
-        die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", tokenizer_eot(t),
-            s->model.V);
+    if (*s->eval && t->eot >= s->model.V)
+        die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", t->eot, s->model.V);
     if (*s->eval)
-        from->questions = choices_open(s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(t)), s->run.seq_len,
-                                       &from->question_files);
+        from->questions =
+            choices_open(s->eval, (int32_t)min_i64(s->model.V, t->size), s->run.seq_len, &from->question_files);
     for (const Choices* c = from->questions; c < from->questions + from->question_files; c++) {
         if (c->tokenizer && c->tokenizer != tokenizer_hash(t))
             die(EXIT_USAGE,
@@ -184,7 +183,7 @@ static void open_questions(Sources* from, Ranks* world, const Settings* s) {
 // The order in which this rank reads the training shards.
 static Loader* open_loader(const Sources* from, Ranks* world, const Settings* s) {
     const RunConfig* r = &s->run;
-    const int64_t windows = shards_windows(from->train);
+    const int64_t windows = from->train->windows;
     if (windows < r->batch)
         die(EXIT_FAILED,
             "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",
@@ -212,9 +211,8 @@ Sources sources_open(Ranks* world, const Settings* s, bool resumes) {
     if (!from.train) return from;
 
     // Training.
-    from.hash.shards = shards_hash(from.train);
-    from.hash.tokenizer = tokenizer_hash(from.tokenizer);
-    from.hash.end_of_text = tokenizer_eot(from.tokenizer);
+    const DataHash hash = {from.train->hash, tokenizer_hash(from.tokenizer), from.tokenizer->eot};
+    from.hash = hash;
     report_data(s, from.train, from.tokenizer);
     from.loader = open_loader(&from, world, s);
     return from;
@@ -229,17 +227,28 @@ void sources_close(Sources* from) {
 }
 
 int64_t sources_weights(const Sources* from, const Settings* s, Ranks* world, Model* m) {
+    const char *option, *folder = settings_folder(s, &option);
+    const double began = host_seconds();
     const int64_t saved = s->resume ? model_resume(m, s, world, from->hash) : 0;
+    const char* place = saved ? s->out : folder ? folder : "";
+    char* shown = host_printable(place, strlen(place), "");
     if (saved) {
-        char* out = host_printable(s->out, strlen(s->out), "");
-        printf("resumed    from %s/step_%08ld\n", out, saved);
-        free(out);
+        printf("resumed    from %s/step_%08ld\n", shown, saved);
         if (saved >= s->run.steps)
             printf("nothing to do: the run has %ld steps, --steps is %ld; a larger one goes on\n", saved, s->run.steps);
         else
             report_schedule(s, saved);
+    } else if (folder) {
+        if (s->init_moments)
+            model_stage(m, s, world);
+        else
+            import_weights(m, world, option, folder);
+        // The time is that of this rank.
+        printf("weights    %sfrom %s, in %.1f s\n", s->init_moments ? "and moments " : "", shown,
+               host_seconds() - began);
     } else {
-        model_begin(m, s, world);
+        model_init(m, (uint64_t)s->run.seed);
     }
+    free(shown);
     return saved;
 }

@@ -114,9 +114,9 @@ static void read_tokenizer(const uint8_t* data, size_t size) {
     Tokenizer* t = tokenizer_open(file);
     has_read();
     int length;
-    for (int32_t id = -1; id <= tokenizer_size(t); id++) {
+    for (int32_t id = -1; id <= t->size; id++) {
         const char* bytes = tokenizer_decode(t, id, &length);
-        assert((bytes != NULL) == (length > 0 || id == tokenizer_eot(t)) && length >= 0 && length <= (int)size);
+        assert((bytes != NULL) == (length > 0 || id == t->eot) && length >= 0 && length <= (int)size);
         assert(length == 0 || memchr(bytes, bytes[length - 1], (size_t)length));
     }
     tokenizer_close(t);

@@ -318,7 +318,7 @@ static void test_tokenizer_file(void) {
     unsigned char file[2048];
     size_t n = make_tokenizer(file);
     Tokenizer* t = tokenizer_open(write_file("t.tok", file, n));
-    CHECK(tokenizer_size(t) == 8 && tokenizer_eot(t) == 5, "size and end of text");
+    CHECK(t->size == 8 && t->eot == 5, "size and end of text");
     CHECK(decodes(t, 0, "a", 1) && decodes(t, 4, "abc", 3) && decodes(t, 5, "", 0) && decodes(t, 7, "\xff", 1),
           "decode");
     int length = -1;
@@ -344,7 +344,7 @@ static void test_tokenizer_words(void) {
         to += 4 + length;
     }
     Tokenizer *a = tokenizer_open(write_file("a.tok", file, n)), *b = tokenizer_open(write_file("b.tok", words, to));
-    CHECK(tokenizer_size(b) == 8 && tokenizer_eot(b) == 5, "size and end of text");
+    CHECK(b->size == 8 && b->eot == 5, "size and end of text");
     CHECK(decodes(b, 0, "a", 1) && decodes(b, 3, text, 300) && decodes(b, 5, "", 0) && decodes(b, 7, "\xff", 1),
           "decode");
     CHECK(tokenizer_hash(a) == tokenizer_hash(b) && !tokenizer_difference(a, b), "hash and comparison");
@@ -360,7 +360,7 @@ static void test_tokenizer_words(void) {
 
 static void test_tokenizer_bytes(void) {
     Tokenizer* t = tokenizer_open("");
-    CHECK(tokenizer_size(t) == 257 && tokenizer_eot(t) == 256, "size");
+    CHECK(t->size == 257 && t->eot == 256, "size");
     for (int i = 1; i < 256; i++) {
         const char byte[] = {(char)i, 0};
         CHECK(decodes(t, i, byte, 1), "byte %d", i);

@@ -38,10 +38,9 @@ static Shards* open_set(void) {
 static void test_shards_windows(void) {
     Shards* s = open_set();
     const int32_t starts[] = {1000, 1008, 1016, 1024, 70000, 70008, 3000, 3008, 3016};
-    CHECK(shards_count(s) == 5 && shards_windows(s) == 9 && shards_tokens(s) == 93,
-          "%d shards, %lld windows, %lld tokens", shards_count(s), (long long)shards_windows(s),
-          (long long)shards_tokens(s));
-    for (int64_t i = 0; i < shards_windows(s); i++) {
+    CHECK(s->count == 5 && s->windows == 9 && s->tokens == 93, "%d shards, %lld windows, %lld tokens", s->count,
+          (long long)s->windows, (long long)s->tokens);
+    for (int64_t i = 0; i < s->windows; i++) {
         int32_t input[T], target[T];
         memset(input, -1, sizeof(input));
         memset(target, -1, sizeof(target));
@@ -55,7 +54,7 @@ static void test_shards_windows(void) {
     const int counts[] = {T, T + 1, 2 * T, 2 * T + 1}, windows[] = {0, 1, 1, 2};
     for (int i = 1; i < 4; i++) {
         s = shards_open("--val", write_shard("edge.bin", false, counts[i], 5, 0, 0), T);
-        CHECK(shards_windows(s) == windows[i], "%d tokens: %lld windows", counts[i], (long long)shards_windows(s));
+        CHECK(s->windows == windows[i], "%d tokens: %lld windows", counts[i], (long long)s->windows);
         shards_close(s);
     }
     // Windows longer than the read buffer, every id of 16 bits, and T = 1.
@@ -66,7 +65,7 @@ static void test_shards_windows(void) {
         CHECK(input[t] == t && target[t] == t + 1, "token %d: %d, %d", t, input[t], target[t]);
     shards_close(s);
     s = shards_open("--val", in_folder("all.bin"), 1);
-    CHECK(shards_windows(s) == 65535, "T = 1");
+    CHECK(s->windows == 65535, "T = 1");
     shards_read(s, 65534, 65536, input, target);
     CHECK(input[0] == 65534 && target[0] == 65535, "the last of T = 1");
     shards_close(s);
@@ -76,20 +75,20 @@ static void test_shards_windows(void) {
 
 static void test_shards_hash(void) {
     Shards* s = open_set();
-    uint32_t hash = shards_hash(s);
+    uint32_t hash = s->hash;
     shards_close(s);
     s = shards_open("--val", in_folder("s_train_*.bin"), T - 1);
-    CHECK(shards_hash(s) == hash, "the hash tells files, not how they are read");
+    CHECK(s->hash == hash, "the hash tells files, not how they are read");
     shards_close(s);
     // A name that does not change the order.
     CHECK(rename(in_folder("s_train_000002.bin"), in_folder("s_train_000002b.bin")) == 0, "rename");
     s = shards_open("--train", in_folder("s_train_*.bin"), T);
-    CHECK(shards_hash(s) != hash, "another name");
+    CHECK(s->hash != hash, "another name");
     shards_close(s);
     remove_matching("s_train_000002b.bin");
     write_shard("s_train_000002.bin", false, 9, 9000, 0, 0);
     s = shards_open("--train", in_folder("s_train_*.bin"), T);
-    CHECK(shards_hash(s) != hash, "another length");
+    CHECK(s->hash != hash, "another length");
     shards_close(s);
 }
 
@@ -112,7 +111,7 @@ static void test_shards_hash_of_mixtures(void) {
     uint32_t hash[5];
     for (int i = 0; i < 5; i++) {
         Shards* s = open_mixture(weights[i][0], weights[i][1]);
-        hash[i] = shards_hash(s);
+        hash[i] = s->hash;
         shards_close(s);
     }
     CHECK(hash[0] == hash[1] && hash[0] == hash[2], "%08x %08x %08x", hash[0], hash[1], hash[2]);
@@ -152,7 +151,7 @@ static void test_shards_many(void) {
         write_shard(name, false, T + 1, 10 * i, 0, 0);
     }
     Shards* s = shards_open("--train", in_folder("m_*.bin"), T);
-    CHECK(shards_windows(s) == 40, "%lld windows", (long long)shards_windows(s));
+    CHECK(s->windows == 40, "%lld windows", (long long)s->windows);
     int32_t input[T], target[T];
     shards_read(s, 33, BIG, input, target);
     CHECK(input[0] == 330, "sorted by name");
@@ -413,7 +412,7 @@ static void test_loader_mixture(void) {
         for (int n = 0; n < CALLS * BATCH; n++) {
             int64_t w = orders[i].first + n / BATCH * orders[i].stride + n % BATCH;
             if (orders[i].wrap) w %= orders[i].wrap;
-            MixtureWalk walk = {.mixture = shards_mixture(s)};
+            MixtureWalk walk = {.mixture = &s->mixture};
             int32_t input[T], target[T];
             shards_read(s, mixture_window(&walk, 99, w), BIG, input, target);
             differ += got[n] != input[0];

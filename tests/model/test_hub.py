@@ -194,7 +194,7 @@ class Import(Case):
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
             (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2}), "utf-8")
-            self.assertIn("it means rms-norm-eps 2, which must be from 1e-12 to 1", self.evaluated(folder, code=2))
+            self.assertIn("/config.json: rms-norm-eps 2 is out of range: from 1e-12 to 1 are allowed", self.evaluated(folder, code=2))
 
     def test_a_foreign_model_type(self):
         """architectures decides where the model_type is another's."""
@@ -256,7 +256,7 @@ class Import(Case):
                                   ("num_key_value_heads", 2, "num_key_value_heads"),
                                   ("scoring_func", "softmax", '"scoring_func" is not sigmoid'),
                                   ("kv_lora_rank", None, '"kv_lora_rank" is missing'),
-                                  ("num_experts_per_tok", 65, "--top-k 65, which must be from 1 to 64"),
+                                  ("num_experts_per_tok", 65, "/config.json: --top-k 65 is out of range: from 1 to 64 are allowed"),
                                   ("rope_parameters", dict(rope_type="linear", factor=2.0), '"rope_scaling" is of a type'),
                                   ("quantization_config", dict(quant_method="awq"), '"quantization_config" must be fp8')):
             (folder / "config.json").write_text(json.dumps({**config, key: value}), "utf-8")

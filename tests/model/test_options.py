@@ -185,7 +185,7 @@ class BadOptions(Case):
             record["options"]["seq-len"] = length
             write_manifest(step, record)
             done = self.call([PROGRAM, "--evaluate", step, "--val", self.val_glob], 2)
-            self.assertIn(f"--evaluate {step}/manifest.json: it means --seq-len {length:.9g}, which must be from 1 to 1048576", done.stderr)
+            self.assertIn(f"--evaluate {step}/manifest.json: --seq-len {length} is out of range: from 1 to 1048576 are allowed", done.stderr)
             self.assertNotIn("runtime error", done.stderr)
 
     def test_sizes_that_cannot_be_counted(self):
