@@ -62,10 +62,12 @@ void weight_plan(Arena* a, Weight* w, int64_t group) {
     workspace->inputs = max_i64(workspace->inputs, max_i64(w->OC, w->IC));
     if (!w->wgrad) return;
     workspace->wgrad = w->wgrad;
-    if (workspace->group != group) workspace->dy_of_group = workspace->x_of_group = 0;
+    const int64_t same = workspace->group == group;
     workspace->group = group;
-    workspace->of_dy = max_i64(workspace->of_dy, workspace->dy_of_group += w->OC);
-    workspace->of_x = max_i64(workspace->of_x, workspace->x_of_group += w->IC);
+    workspace->dy_of_group = w->OC + same * workspace->dy_of_group;
+    workspace->x_of_group = w->IC + same * workspace->x_of_group;
+    workspace->of_dy = max_i64(workspace->of_dy, workspace->dy_of_group);
+    workspace->of_x = max_i64(workspace->of_x, workspace->x_of_group);
 }
 
 // A batch: its tokens as one group of the grouped GEMM, which on the GPU ends at a multiple of 128, beyond the tokens

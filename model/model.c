@@ -1,7 +1,6 @@
 // Memory of a model: plan, allocation, release.
 #include "model/model.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,7 +10,6 @@
 #include "layers/rmsnorm.h"
 #include "model/windows.h"
 #include "mx/mx_check.h"
-#include "parallel/slices.h"
 
 void model_shapes(Model* m, int module) {
     const ModelConfig* c = &m->config;
@@ -30,8 +28,8 @@ void model_shapes(Model* m, int module) {
     const int32_t score = (int32_t)c->score, norm = (int32_t)c->route_norm, forced = (int32_t)s->force_balance;
     const RouterShape router = {N, T, c->C, E, K, groups, top, score, norm, (float)c->route_scale, forced};
     const int32_t ep = m->layout.ep, recompute = s->recompute != RECOMPUTE_NONE;
-    const MoeShape* is = &m->shapes.moe;
-    const MoeShape moe = {router, c->F, c->shared * c->F, ep, recompute, is->formats, is->capacity, is->windows};
+    const MoeShape* old = &m->shapes.moe;
+    const MoeShape moe = {router, c->F, c->shared * c->F, ep, recompute, old->formats, old->capacity, old->windows};
     m->shapes.moe = moe;
 }
 

@@ -1,7 +1,4 @@
 // The micro-steps of a training step (gradient accumulation), replayed as CUDA graphs if possible (device/graph.h).
-#include <stdlib.h>
-
-#include "device/check.h"
 #include "device/random.h"
 #include "model/windows.h"
 
@@ -14,14 +11,15 @@ void model_step_begin(Model* m, int64_t step) {
         {(float)run_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->weight_decay, (float)s->clip},
         {{muon_lr, (float)s->weight_decay}, {muon_lr * (float)s->muon_expert_steps, (float)s->weight_decay}}};
     const int64_t blocks = config_blocks(&m->config), experts = blocks * m->config.E;
-    const double weight = run_mtp_weight(s, step);
     // Hyperparameters go to device memory, where a replayed graph reads them.
     device_upload(m->step.inputs, &inputs, sizeof(inputs), m->ctx);
     // Host state: it selects the graph.
-    m->step.late = weight != s->mtp_weight;
-    m->step.mtp_weight = (float)weight;
     m->step.first = 1;
     m->step.waits[EXPERT_PARAMS] = step % s->muon_expert_steps != 0;
+    // Multi-token prediction.
+    const double weight = settings_mtp_weight(s, step);
+    m->step.late = weight != s->mtp_weight;
+    m->step.mtp_weight = (float)weight;
     // Random numbers of the step. Each rank takes one batch after another.
     uint32_t word[4];
     philox(word, (uint64_t)s->seed, KEY_STREAM, (uint64_t)step);

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "device/check.h"
+#include "moe/dispatch_ops.h"
 #include "moe/dispatch_windows.h"
 #include "mx/mxfp8.h"
 

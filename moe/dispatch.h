@@ -23,7 +23,6 @@
 
 #include "device/pool.h"
 #include "linear/rows.h"
-#include "moe/dispatch_ops.h"
 #include "parallel/comm.h"
 
 enum { DISPATCH_MAX_RANKS = 64 };

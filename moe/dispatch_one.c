@@ -64,13 +64,11 @@ Rows combine_sums(const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
 void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, floatX* y, int accumulate, real* dgate,
                      Ctx* ctx) {
     const DispatchShape s = r->shape;
-    if (d) {
+    if (d)
         several_combine(d, r, t, y, accumulate, dgate, ctx);
-        return;
-    }
-    if (s.combine)
+    else if (s.combine)
         mx_dequantize(y, combine_sums(r, t, sums, ctx).bytes, s.N, s.C, accumulate, ctx);
     else
         unpermute_rows(y, sums.rows, sums.gate, sums.ragged, s.N, s.K, s.C, accumulate, ctx);
-    if (dgate) unpermute_gates(dgate, sums.drow_gate, sums.gate_parts, sums.ragged, s.N, s.K, ctx);
+    if (dgate && !d) unpermute_gates(dgate, sums.drow_gate, sums.gate_parts, sums.ragged, s.N, s.K, ctx);
 }
