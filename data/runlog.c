@@ -21,30 +21,23 @@ static const size_t LIMIT = (size_t)4 << 30;  // bytes of an earlier log that a 
 // An open log. Every error when it is written ends the run.
 struct RunLog {
     Path folder, path, beside;  // of the run; the log; its temporary name while it is rewritten
-    const char* written;        // the one that is being written
-    FILE *file, *copy;          // copy: a stream into `text`
+    int fd;                     // it appends: where others truncate the file, the next line leaves no hole before it
+    FILE* copy;                 // a stream into `text`
     char* text;                 // all lines
     size_t length;
 };
 
-// Ends the run, for the reason in errno.
-static NORETURN void give_up(const RunLog* log) {
-    // remove_tree may change errno. Only the temporary file is removed, never the log.
+// Ends the run, for the reason in errno. The temporary file is removed first, which may change errno.
+static NORETURN void give_up(const RunLog* log, const Path* written) {
     int why = errno;
-    if (log->written == log->beside.text) remove_tree(log->written);
-    die(EXIT_FAILED, "cannot write %s: %s", log->written, file_error(why));
+    remove_tree(log->beside.text);
+    die(EXIT_FAILED, "cannot write %s: %s", written->text, file_error(why));
 }
 
 // Adds a line to the text.
 static void keep_line(RunLog* log, const char* line, size_t length) {
     if (fwrite(line, 1, length, log->copy) != length || fputc('\n', log->copy) == EOF || fflush(log->copy) != 0)
-        give_up(log);
-}
-
-// Writes the text from `start` on and flushes it to the operating system, so that a crash of the program loses no step.
-static void put(RunLog* log, size_t start) {
-    const size_t n = log->length - start;
-    if (fwrite(log->text + start, 1, n, log->file) != n || fflush(log->file) != 0) give_up(log);
+        give_up(log, &log->path);
 }
 
 // The step of a line; 0: the configuration, which is the first line; -1: unreadable.
@@ -60,7 +53,7 @@ static int64_t step_of(const char* line, size_t length, int first) {
 // Appends an unreadable line to the file for such lines.
 static void set_aside(const char* path, const char* line, size_t length) {
     int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
-    if (fd < 0 || write(fd, line, length) != (ssize_t)length || close(fd) != 0)
+    if (fd < 0 || write_all(fd, line, length) != 0 || close(fd) != 0)
         die(EXIT_FAILED, "cannot write %s: %s", path, file_error(errno));
 }
 
@@ -86,17 +79,11 @@ static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_
              odd == 1 ? "" : "s", first_odd, aside.text);
 }
 
-// Writes all lines under the temporary name, flushes them to the disk, then renames the file over the old log. O_APPEND
-// ("a"): where others truncate the file, the next line leaves no hole before it.
+// Writes all lines under the temporary name, flushes them to the disk, then renames the file over the old log.
 static void publish(RunLog* log) {
-    log->written = log->beside.text;
-    int fd = create_file(log->written);
-    log->file = fd < 0 ? NULL : fdopen(fd, "a");
-    if (!log->file) give_up(log);
-    put(log, 0);
-    if (sync_file(fd, log->written) != 0) give_up(log);
-    if (rename(log->written, log->path.text) != 0 || sync_folder(log->folder.text) != 0) give_up(log);
-    log->written = log->path.text;
+    const char *from = log->beside.text, *to = log->path.text;
+    log->fd = new_file(from, log->text, log->length);
+    if (log->fd < 0 || rename(from, to) != 0 || sync_folder(log->folder.text) != 0) give_up(log, &log->beside);
 }
 
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step) {
@@ -128,16 +115,15 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
 // Whether the log is still this file, and has `length` bytes.
 static bool is_as_written(const RunLog* log, size_t length) {
     struct stat now;
-    return is_open_as(fileno(log->file), log->path.text) &&
-           (fstat(fileno(log->file), &now) != 0 || (size_t)now.st_size == length);
+    return is_open_as(log->fd, log->path.text) && (fstat(log->fd, &now) != 0 || (size_t)now.st_size == length);
 }
 
 // Writes the log again, with all lines. A file that has its name is kept.
 static void restore(RunLog* log) {
     const char* path = log->path.text;
     warn("%s was removed, replaced or changed during the run: it is written again, with all lines of the run", path);
-    if (rename(path, path_of("%s.replaced", path).text) != 0 && errno != ENOENT) give_up(log);
-    fclose(log->file);
+    if (rename(path, path_of("%s.replaced", path).text) != 0 && errno != ENOENT) give_up(log, &log->path);
+    close(log->fd);
     publish(log);
 }
 
@@ -147,16 +133,17 @@ void runlog_sync(RunLog* log) {
     const bool differs = text && (size != log->length || memcmp(text, log->text, size) != 0);
     free(text);
     if (differs || !is_as_written(log, log->length)) restore(log);
-    if (sync_file(fileno(log->file), log->written) != 0) give_up(log);
+    if (sync_file(log->fd, log->path.text) != 0) give_up(log, &log->path);
 }
 
 void runlog_add(RunLog* log, const char* line) {
     const size_t before = log->length;
     keep_line(log, line, strlen(line));
-    if (is_as_written(log, before))
-        put(log, before);
-    else
+    // Written at once, so that a crash of the program loses no step.
+    if (!is_as_written(log, before))
         restore(log);
+    else if (write_all(log->fd, log->text + before, log->length - before) != 0)
+        give_up(log, &log->path);
 }
 
 void runlog_number(char** line, const char* name, double x) {
@@ -172,7 +159,7 @@ void runlog_list(char** line, const char* name, const double* x, int64_t n) {
 
 void runlog_close(RunLog* log) {
     runlog_sync(log);
-    if (fclose(log->file) != 0) give_up(log);
+    if (close(log->fd) != 0) give_up(log, &log->path);
     fclose(log->copy);
     free(log->text);
     free(log);

@@ -1,5 +1,5 @@
 // Files by POSIX calls that never follow a symbolic link by mistake: a name is checked with lstat and opened with
-// O_NOFOLLOW. Every loop over read and pread continues after a signal.
+// O_NOFOLLOW. Every loop over pread and write continues after a signal.
 #include "device/files.h"
 
 #include <errno.h>
@@ -94,10 +94,23 @@ int open_file(const char* path) {
 }
 
 // An existing file is unlinked first, so a process that reads it keeps the old contents.
-int create_file(const char* path) {
+int new_file(const char* path, const void* data, size_t bytes) {
     if (is_link(path)) return fails(ELOOP);
     if (unlink(path) != 0 && errno != ENOENT) return -1;
-    return open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+    const int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd < 0 || (write_all(fd, data, bytes) == 0 && sync_file(fd, path) == 0)) return fd;
+    const int why = errno;
+    close(fd);
+    return fails(why);
+}
+
+int write_all(int fd, const void* data, size_t bytes) {
+    for (size_t done = 0; done < bytes;) {
+        ssize_t n = write(fd, (const char*)data + done, bytes - done);
+        if (n < 0 && errno != EINTR) return -1;
+        done += n > 0 ? (size_t)n : 0;
+    }
+    return 0;
 }
 
 // Fewer than `bytes` only at the end of the file.

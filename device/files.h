@@ -29,9 +29,11 @@ int sync_folder(const char* path);
 
 // Opens a regular file for reading. Returns a descriptor, or -1: EISDIR, or ENXIO for anything else.
 int open_file(const char* path);
-// Creates a new file for writing and replaces a file of that name (whose other hard links keep the old contents).
-// Returns a descriptor, or -1.
-int create_file(const char* path);
+// Makes a new file of these bytes and flushes it to the disk. It replaces a file of that name, whose other hard links
+// keep the old contents. Returns a descriptor that appends, or -1.
+int new_file(const char* path, const void* data, size_t bytes);
+// Writes all of the bytes. 0, or -1.
+int write_all(int fd, const void* data, size_t bytes);
 // Reads up to `bytes` bytes from `offset` on; fewer only at the end of the file. Returns the number, or -1.
 int64_t read_at(int fd, void* out, int64_t bytes, int64_t offset);
 // Reads exactly `bytes` bytes. 0, or -1: EIO if the file ends earlier.

@@ -74,23 +74,20 @@ Saver* saver_create(Ranks* world, const char* out, int keep, const Folder* held)
     s->keep = keep;
     s->held = held;
 
-    // A folder that the hosts do not share is detected now, not at the first save: rank 0 makes a file that the others
-    // must see. Its name is new each time, because file systems may cache that an old name did not exist. It has the
-    // form of an unfinished save: if this run is killed here, the next one removes the file.
+    // A folder that the hosts do not share is detected now, not at the first save: rank 0 makes a folder that the
+    // others must see. Its name is new each time, because file systems may cache that an old name did not exist. It has
+    // the form of an unfinished save: if this run is killed here, the next one removes it.
     int64_t id = getpid();
     ranks_broadcast(world, &id, sizeof(id), 0);
     Path probe = step_path(out, id, ".tmp");
-    int fd = -1;
-    if (ranks_index(world) == 0) {
-        if (make_folders(out) == 0) sweep(out), fd = create_file(probe.text);
-        if (fd < 0) die(EXIT_FAILED, "cannot create %s: %s", probe.text, file_error(errno));
-        close(fd);
-    }
-    // The file exists before any rank looks, and stays until all have looked.
+    const bool leads = ranks_index(world) == 0;
+    if (leads) sweep(out);
+    if (leads && make_folders(probe.text) != 0) die(EXIT_FAILED, "cannot create %s: %s", probe.text, file_error(errno));
+    // The folder exists before any rank looks, and stays until all have looked.
     ranks_barrier(world);
     bool there = access(probe.text, F_OK) == 0;
     ranks_barrier(world);
-    if (fd >= 0) unlink(probe.text);
+    if (leads) rmdir(probe.text);
     ranks_must_share(world, out, there);
     return s;
 }
@@ -130,25 +127,11 @@ static NORETURN void give_up(const Saver* s, const char* what, const char* path)
         file_error(why));
 }
 
-// Writes all of the bytes, with several writes if needed.
-static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
-    while (bytes > 0) {
-        ssize_t n = pwrite(fd, data, (size_t)bytes, (off_t)offset);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) return -1;
-        data += n;
-        offset += n;
-        bytes -= n;
-    }
-    return 0;
-}
-
 // Makes a file that begins with `head`.
-static void make_file(const Saver* s, const char* name, const char* head, int64_t bytes) {
+static void make_file(const Saver* s, const char* name, const char* head, size_t bytes) {
     Path path = path_of("%s/%s", s->folder.text, name);
-    int fd = create_file(path.text);
-    if (fd < 0) give_up(s, "create", path.text);
-    if (put(fd, head, bytes, 0) != 0 || sync_file(fd, path.text) != 0 || close(fd) != 0) give_up(s, "write", path.text);
+    const int fd = new_file(path.text, head, bytes);
+    if (fd < 0 || close(fd) != 0) give_up(s, "write", path.text);
 }
 
 // Rank 0: makes the empty folder.
@@ -162,7 +145,8 @@ static void make_folder(const Saver* s) {
 // each file: the watchdog's limit applies to one file, as a slow disk may take longer for all.
 static void make_files(const Saver* s, int from, int end) {
     for (int i = from; i < end; i++) {
-        if (ranks_index(s->group) == 0) make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
+        if (ranks_index(s->group) == 0)
+            make_file(s, s->files[i].name, s->files[i].header, (size_t)s->files[i].header_bytes);
         ranks_barrier(s->group);
     }
 }
@@ -175,7 +159,7 @@ static bool write_slices(const char* path, int64_t file, FileSlice** next, const
     if (fd < 0) return false;
     for (; *next < end && (*next)->file == file; ++*next) {
         (*next)->crc = crc_of(*from, (size_t)(*next)->bytes);
-        if (put(fd, *from, (*next)->bytes, (*next)->offset) != 0) return false;
+        if (lseek(fd, (*next)->offset, SEEK_SET) < 0 || write_all(fd, *from, (size_t)(*next)->bytes) != 0) return false;
         *from += (*next)->bytes;
     }
     return sync_file(fd, path) == 0 && close(fd) == 0;
@@ -227,7 +211,7 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
     }
     host_append(&body, "]");
     host_append(&body, "%s%lu}\n", CHECKPOINT_MANIFEST_END, crc_of(body, strlen(body)));
-    make_file(s, "manifest.json", body, (int64_t)strlen(body));
+    make_file(s, "manifest.json", body, strlen(body));
     free(body);
 }
 

@@ -243,7 +243,7 @@ class LogAndLock(Case):
         self.train(out="run", steps=4, save_every=2)
         done, _ = self.operations(resume=True, steps=8, save_every=2)
         self.assertLess(done.index(("fsync", "/log.jsonl.tmp")), done.index(("rename", "/log.jsonl")))
-        written = [i for i, operation in enumerate(done) if operation == ("fflush", "/log.jsonl")]
+        written = [i for i, operation in enumerate(done) if operation == ("write", "/log.jsonl")]
         self.assertEqual(len(written), 4)  # steps 5 to 8
         for step, line in ((6, written[1]), (8, written[3])):
             named = done.index(("rename", f"/step_{step:08d}"))

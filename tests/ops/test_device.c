@@ -103,7 +103,7 @@ static void folders(void) {
     CHECK(!read_file(in_folder("none"), SIZE_MAX, &size) && errno == ENOENT, "a missing file: errno %d", errno);
     CHECK(!read_file(folder, SIZE_MAX, &size) && errno == EISDIR, "a folder as a file: errno %d", errno);
     // A closed descriptor is an error, not a file system that cannot flush.
-    const int fd = create_file(in_folder("file"));
+    const int fd = new_file(in_folder("file"), "", 0);
     CHECK(sync_file(fd, "file") == 0 && is_open_as(fd, in_folder("file")), "an open file");
     close(fd);
     CHECK(sync_file(fd, "file") == -1 && errno == EBADF, "flushed without a file: errno %d", errno);
@@ -118,7 +118,7 @@ static void folders(void) {
     CHECK(!read_file(in_folder("file"), 4, &size) && errno == EFBIG, "a file beyond the limit: errno %d", errno);
     CHECK(symlink(folder, in_folder("a/link")) == 0 && remove_tree(in_folder("a/link")) == -1 && errno == ELOOP,
           "a link is removed: errno %d", errno);
-    CHECK(create_file(in_folder("a/link")) == -1 && errno == ELOOP, "written through a link: errno %d", errno);
+    CHECK(new_file(in_folder("a/link"), "", 0) == -1 && errno == ELOOP, "written through a link: errno %d", errno);
     CHECK(remove_tree(in_folder("a")) == 0 && access(in_folder("file"), F_OK) == 0, "removed through a link");
     CHECK(mkfifo(in_folder("fifo"), 0600) == 0 && open_file(in_folder("fifo")) == -1 && errno == ENXIO,
           "a FIFO is opened: errno %d", errno);
