@@ -1,8 +1,9 @@
 // Saving. The saver threads of all ranks write a checkpoint together:
 //
-//   1. rank 0      makes the temporary folder and the tensor files, with their headers
-//   2. every rank  writes its slices in place, flushes them, and sends their CRC-32s to rank 0
-//   3. rank 0      joins the CRC-32s, writes the other files and the manifest, renames the folder, removes old ones
+//   1. rank 0      makes the temporary folder
+//   2. every rank  writes its slices of each file in place and flushes them, file by file, and sends their CRC-32s to
+//                  rank 0, whose slices are also the headers and the text files
+//   3. rank 0      joins the CRC-32s, writes the manifest, renames the folder, removes old ones
 #include "parallel/checkpoint.h"
 
 #include <dirent.h>
@@ -20,11 +21,11 @@
 #include "parallel/slices.h"
 #include "parallel/watch.h"
 
-// A file of the checkpoint. Where it has no tensors, `header` is the whole file.
+// A file of the checkpoint.
 typedef struct SavedFile {
     char name[sizeof(((CheckpointFile*)0)->name)];
-    char* header;
-    int64_t header_bytes, bytes;  // bytes: of the whole file
+    char* text;     // the header; the whole file if it has no tensors
+    int64_t bytes;  // of the whole file
 } SavedFile;
 
 // The saver of one rank. The thread and the caller never change it at once: checkpoint_wait comes between.
@@ -37,7 +38,7 @@ struct Saver {
     int other_count;
     pthread_t thread;
     bool running;
-    // Used by the thread while it runs. `buffer` has this rank's slices, one after another.
+    // Used by the thread while it runs. `buffer` has the tensors of this rank's slices, one after another.
     char* buffer;
     size_t capacity;
     FileSlice* slices;
@@ -96,8 +97,8 @@ void saver_add_file(Saver* s, const char* name, const char* data, size_t bytes) 
     ASSERT(s->other_count < (int)(sizeof(s->others) / sizeof(s->others[0])));
     SavedFile* file = &s->others[s->other_count++];
     snprintf(file->name, sizeof(file->name), "%s", name);
-    file->header = (char*)memcpy(host_alloc(bytes), data, bytes);
-    file->header_bytes = file->bytes = (int64_t)bytes;
+    file->text = (char*)memcpy(host_alloc(bytes), data, bytes);
+    file->bytes = (int64_t)bytes;
 }
 
 void checkpoint_wait(Saver* s) {
@@ -108,7 +109,7 @@ void checkpoint_wait(Saver* s) {
 void saver_destroy(Saver* s) {
     checkpoint_wait(s);
     ranks_free(s->group);
-    for (int i = 0; i < s->other_count; i++) free(s->others[i].header);
+    for (int i = 0; i < s->other_count; i++) free(s->others[i].text);
     free(s->buffer);
     free(s->out);
     free(s);
@@ -127,13 +128,6 @@ static NORETURN void give_up(const Saver* s, const char* what, const char* path)
         file_error(why));
 }
 
-// Makes a file that begins with `head`.
-static void make_file(const Saver* s, const char* name, const char* head, size_t bytes) {
-    Path path = path_of("%s/%s", s->folder.text, name);
-    const int fd = new_file(path.text, head, bytes);
-    if (fd < 0 || close(fd) != 0) give_up(s, "write", path.text);
-}
-
 // Rank 0: makes the empty folder.
 static void make_folder(const Saver* s) {
     const char* folder = s->folder.text;
@@ -141,38 +135,12 @@ static void make_folder(const Saver* s) {
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
 }
 
-// Rank 0 makes files `from` to `end` - 1 with their headers, which without tensors is all of it. The others wait after
-// each file: the watchdog's limit applies to one file, as a slow disk may take longer for all.
-static void make_files(const Saver* s, int from, int end) {
-    for (int i = from; i < end; i++) {
-        if (ranks_index(s->group) == 0)
-            make_file(s, s->files[i].name, s->files[i].header, (size_t)s->files[i].header_bytes);
-        ranks_barrier(s->group);
-    }
-}
-
-// Writes this rank's slices of a file, from *next on; their bytes begin at *from. Moves both past them. Every rank that
-// wrote flushes. False on errors, with errno set.
-static bool write_slices(const char* path, int64_t file, FileSlice** next, const FileSlice* end, const char** from) {
-    if (*next == end || (*next)->file != file) return true;
-    int fd = open(path, O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0) return false;
-    for (; *next < end && (*next)->file == file; ++*next) {
-        (*next)->crc = crc_of(*from, (size_t)(*next)->bytes);
-        if (lseek(fd, (*next)->offset, SEEK_SET) < 0 || write_all(fd, *from, (size_t)(*next)->bytes) != 0) return false;
-        *from += (*next)->bytes;
-    }
-    return sync_file(fd, path) == 0 && close(fd) == 0;
-}
-
 // Ends the run if a rank's weights or moments are not finite, before anything is written.
 static void check_finite(const Saver* s) {
-    const char* from = s->buffer;
     bool finite = true;
     for (const FileSlice* slice = s->slices; slice < s->slices + s->slice_count; slice++) {
         const int64_t n = slice->bytes / (int64_t)st_dtype_bytes((StDtype)slice->dtype);
-        finite = finite && first_not_finite(from, n, (StDtype)slice->dtype) == n;
-        from += slice->bytes;
+        finite = finite && first_not_finite(slice->data, n, (StDtype)slice->dtype) == n;
     }
     if (ranks_well(s->group, finite)) return;
     die(EXIT_FAILED,
@@ -180,19 +148,32 @@ static void check_finite(const Saver* s) {
         s->step);
 }
 
-// Writes the tensor files one by one, all ranks together.
+// Writes this rank's slices of a file, from *next on, and moves it past them. Every rank that wrote flushes. False on
+// errors, with errno set.
+static bool write_slices(const char* path, int64_t file, FileSlice** next, const FileSlice* end) {
+    if (*next == end || (*next)->file != file) return true;
+    int fd = open(path, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
+    if (fd < 0) return false;
+    for (; *next < end && (*next)->file == file; ++*next) {
+        const size_t bytes = (size_t)(*next)->bytes;
+        (*next)->crc = crc_of((*next)->data, bytes);
+        if (lseek(fd, (*next)->offset, SEEK_SET) < 0 || write_all(fd, (*next)->data, bytes) != 0) return false;
+    }
+    return sync_file(fd, path) == 0 && close(fd) == 0;
+}
+
+// Writes the files one by one, all ranks together: the watchdog's limit applies to one file, as a slow disk may take
+// longer for all. Text files come after the tensors: a folder of zeros never has them and cannot pass for a model.
 static void write_files(Saver* s) {
-    const char* from = s->buffer;
     FileSlice* next = s->slices;
-    for (int i = 0; i < s->tensor_files; i++) {
+    for (int i = 0; i < s->count; i++) {
         Path path = path_of("%s/%s", s->folder.text, s->files[i].name);
-        // The ranks agree after each file. ranks_well may change errno, so the reason is kept.
-        bool written = write_slices(path.text, i, &next, s->slices + s->slice_count, &from);
+        // ranks_well may change errno, so the reason is kept.
+        bool written = write_slices(path.text, i, &next, s->slices + s->slice_count);
         int why = errno;
-        if (!ranks_well(s->group, written)) {
-            errno = why;
-            give_up(s, "write", path.text);
-        }
+        if (ranks_well(s->group, written)) continue;
+        errno = why;
+        give_up(s, "write", path.text);
     }
 }
 
@@ -202,8 +183,8 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
     char* body = host_strdup(s->record);
     for (int i = 0; i < s->count; i++) {
         const SavedFile* f = &s->files[i];
-        uLong crc = crc_of(f->header, (size_t)f->header_bytes);
-        if (!slices_join(&next, end, i, f->header_bytes, f->bytes, &crc))
+        uLong crc;
+        if (!slices_join(&next, end, i, f->bytes, &crc))
             die(EXIT_FAILED, "internal error: the ranks did not write every byte of %s/%s once", s->folder.text,
                 f->name);
         host_append(&body, "%s\n  {\"name\": \"%s\", \"bytes\": %ld, \"crc32\": %lu}", i ? "," : "", f->name, f->bytes,
@@ -211,7 +192,9 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
     }
     host_append(&body, "]");
     host_append(&body, "%s%lu}\n", CHECKPOINT_MANIFEST_END, crc_of(body, strlen(body)));
-    make_file(s, "manifest.json", body, strlen(body));
+    Path path = path_of("%s/manifest.json", s->folder.text);
+    const int fd = new_file(path.text, body, strlen(body));
+    if (fd < 0 || close(fd) != 0) give_up(s, "write", path.text);
     free(body);
 }
 
@@ -232,16 +215,16 @@ static void remove_step(const char* out, int64_t step) {
 }
 
 // Removes the oldest checkpoints, so that `keep` remain.
-static void prune(const char* out, int64_t newest, int keep) {
+static void prune(const Saver* s, int keep) {
     // The new checkpoint is complete, so a folder that cannot be listed is no reason to end the run.
     int count, seen = 0;
-    int64_t* steps = checkpoint_try_list(out, &count);
-    if (count < 0) warn("cannot list %s: %s; old checkpoints stay", out, strerror(errno));
+    int64_t* steps = checkpoint_try_list(s->out, &count);
+    if (count < 0) warn("cannot list %s: %s; old checkpoints stay", s->out, strerror(errno));
 
     // The list begins with the newest, so its first `keep` entries stay.
     for (int i = 0; i < count; i++) {
-        if (steps[i] > newest || !is_checkpoint(out, steps[i])) continue;  // newer ones were refused at resume
-        if (++seen > keep) remove_step(out, steps[i]);
+        if (steps[i] > s->step || !is_checkpoint(s->out, steps[i])) continue;  // newer ones were refused at resume
+        if (++seen > keep) remove_step(s->out, steps[i]);
     }
     free(steps);
 }
@@ -250,7 +233,7 @@ void checkpoint_finish(Saver* s) {
     checkpoint_wait(s);
     if (ranks_index(s->group) != 0) return;
     check_folder(s);
-    prune(s->out, s->step, s->keep);
+    prune(s, s->keep);
 }
 
 bool checkpoint_set_aside(Saver* s, int64_t step) {
@@ -289,7 +272,7 @@ static void publish(const Saver* s) {
 // whether the newest one's model has diverged.
 static void finish(const Saver* s) {
     Path path = step_path(s->out, s->step, "");
-    prune(s->out, s->step, s->keep > 2 ? s->keep : 2);
+    prune(s, s->keep > 2 ? s->keep : 2);
     char* shown = host_printable(path.text, strlen(path.text), "");
     printf("saved %s\n", shown);
     fflush(stdout);
@@ -303,16 +286,12 @@ static void* saver_thread(void* saver) {
     int64_t total;
     watch_helper();
     check_finite(s);
-
-    // Tensor files with their headers, then every rank's slices.
     if (leads) make_folder(s);
-    make_files(s, 0, s->tensor_files);
+    ranks_barrier(s->group);
     write_files(s);
 
-    // Text files after the tensors, so that a folder of zeros never has them and cannot pass for a model. The manifest
-    // is last. Rank 0 needs the CRC-32s only after every rank has flushed its slices.
+    // The manifest is last. Rank 0 needs the CRC-32s only after every rank has flushed its slices.
     FileSlice* all = slices_gather(s->group, s->slices, s->slice_count, &total);
-    make_files(s, s->tensor_files, s->count);
     if (leads) write_manifest(s, all, total);
     if (leads) publish(s);
     ranks_barrier(s->group);
@@ -321,29 +300,33 @@ static void* saver_thread(void* saver) {
 
     // The buffer stays for the next save; the rest belonged to this one.
     free(all);
-    for (int i = 0; i < s->tensor_files; i++) free(s->files[i].header);
+    for (int i = 0; i < s->tensor_files; i++) free(s->files[i].text);
     free(s->files);
     free(s->slices);
     free(s->record);
     return NULL;
 }
 
-// Copies this rank's part of a tensor to `to`, the end of the buffer.
-static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64_t tensor_offset, char* to, Ctx* ctx) {
-    int64_t size = (int64_t)st_dtype_bytes(t->dtype), bytes = t->save_count * size,
-            offset = tensor_offset + t->save_first * size;
+// Adds bytes that this rank writes into file i.
+static void add_slice(Saver* s, int i, int64_t offset, const char* data, int64_t bytes, StDtype dtype) {
+    FileSlice slice = {.file = i, .offset = offset, .bytes = bytes, .dtype = dtype, .data = data};
+    s->slices[s->slice_count++] = slice;
+}
+
+// Adds this rank's part of a tensor, which it copies to `to`, the end of the buffer.
+static char* copy_slice(Saver* s, int i, const CheckpointTensor* t, int64_t tensor_offset, char* to, Ctx* ctx) {
+    int64_t size = (int64_t)st_dtype_bytes(t->dtype), bytes = t->save_count * size;
     ASSERT(t->save_first >= t->first && t->save_first + t->save_count <= t->first + t->count);
     const int64_t at = t->save_first - t->first;
     if (t->weight)
         masters_download((real*)to, (Master*)t->data + at, t->weight + at, t->save_count, ctx);
     else
         device_download(to, (char*)t->data + at * size, (size_t)bytes, ctx);
-    FileSlice slice = {.file = file, .offset = offset, .bytes = bytes, .dtype = t->dtype};
-    s->slices[s->slice_count++] = slice;
+    add_slice(s, i, tensor_offset + t->save_first * size, to, bytes, t->dtype);
     return to + bytes;
 }
 
-// Plans the layout of file i, and copies this rank's parts of it to `to`, the end of the buffer.
+// Plans the layout of file i. Its slices here: on rank 0 the header, then this rank's parts of tensors.
 static char* copy_file(Saver* s, int i, const CheckpointFile* file, char* to, Ctx* ctx) {
     // The header: the tensors by name, with their offsets in the file.
     StTensor* planned = (StTensor*)host_alloc((size_t)file->count * sizeof(StTensor));
@@ -354,10 +337,10 @@ static char* copy_file(Saver* s, int i, const CheckpointFile* file, char* to, Ct
     }
     SavedFile* saved = &s->files[i];
     memcpy(saved->name, file->name, sizeof(saved->name));
-    saved->header = st_plan_header(planned, file->count, &saved->header_bytes);
+    saved->text = st_plan_header(planned, file->count, &saved->bytes);
+    if (ranks_index(s->group) == 0) add_slice(s, i, 0, saved->text, saved->bytes, ST_U8);
 
     // This rank's part of each tensor.
-    saved->bytes = saved->header_bytes;
     for (int k = 0; k < file->count; k++) {
         saved->bytes += planned[k].bytes;
         if (file->tensors[k].save_count) to = copy_slice(s, i, &file->tensors[k], planned[k].offset, to, ctx);
@@ -371,8 +354,9 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     // The last save must end first: its thread reads the buffer.
     checkpoint_wait(s);
 
-    // The bytes and slices that this rank writes.
-    size_t bytes = 0, slices = 0;
+    // The bytes of tensors that this rank writes, and the most slices.
+    s->count = count + s->other_count;
+    size_t bytes = 0, slices = (size_t)s->count;
     for (int i = 0; i < count; i++)
         for (int t = 0; t < files[i].count; t++) {
             const CheckpointTensor* tensor = &files[i].tensors[t];
@@ -384,9 +368,8 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     s->buffer = (char*)host_at_least(s->buffer, &s->capacity, bytes);
     s->slices = (FileSlice*)host_alloc(slices * sizeof(FileSlice));
     s->slice_count = 0;
-    s->files = (SavedFile*)host_alloc((size_t)(count + s->other_count) * sizeof(SavedFile));
+    s->files = (SavedFile*)host_alloc((size_t)s->count * sizeof(SavedFile));
     s->tensor_files = count;
-    s->count = count + s->other_count;
     s->step = r->step;
     s->folder = step_path(s->out, r->step, ".tmp");
     s->record = host_format(
@@ -397,7 +380,10 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     // The copy to host memory. Training continues after it.
     char* to = s->buffer;
     for (int i = 0; i < count; i++) to = copy_file(s, i, &files[i], to, ctx);
-    memcpy(s->files + count, s->others, (size_t)s->other_count * sizeof(SavedFile));
+    for (int i = 0; i < s->other_count; i++) {
+        s->files[count + i] = s->others[i];
+        if (ranks_index(s->group) == 0) add_slice(s, count + i, 0, s->others[i].text, s->others[i].bytes, ST_U8);
+    }
 
     // The thread writes the files.
     int rc = pthread_create(&s->thread, NULL, saver_thread, s);

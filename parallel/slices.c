@@ -27,7 +27,7 @@ uLong crc_of(const void* data, size_t bytes) { return crc32_z(crc32(0, NULL, 0),
 int64_t first_not_finite(const void* values, int64_t n, StDtype dtype) {
     const uint16_t* bf16 = (const uint16_t*)values;
     const real* reals = (const real*)values;
-    int64_t i = 0;
+    int64_t i = dtype == ST_U8 ? n : 0;
     // A bf16 is not finite if all bits of its exponent are 1.
     while (i < n && (dtype == ST_BF16 ? (~bf16[i] & 0x7f80) != 0 : isfinite(reals[i]))) i++;
     return i;
@@ -59,11 +59,12 @@ FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int
     return all;
 }
 
-bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t at, int64_t bytes, uLong* crc) {
+bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t bytes, uLong* crc) {
     bool tiled = true;  // so far without gap or overlap
-    for (; *next < end && (*next)->file <= file; ++*next) {
+    int64_t at = 0;
+    *crc = 0;
+    for (; *next < end && (*next)->file == file; ++*next) {
         const FileSlice* s = *next;
-        if (s->file < file) continue;  // a file that the caller skipped
         tiled = tiled && s->offset == at;
         // The CRC-32 of the bytes so far, extended by the slice without reading it.
         *crc = crc32_combine(*crc, (uLong)s->crc, (z_off_t)s->bytes);

@@ -20,7 +20,7 @@ Path step_path(const char* out, int64_t step, const char* suffix);  // out/step_
 int64_t step_number(const char* name, const char* suffix);          // the step of a name without `out`; -1: none
 uLong crc_of(const void* data, size_t bytes);
 
-// The first of n elements that is not finite, or n.
+// The first of n elements that is not finite, or n. Bytes (ST_U8) are.
 int64_t first_not_finite(const void* values, int64_t n, StDtype dtype);
 
 // A contiguous range of bytes of a file, its CRC-32 and its element type. Files are numbered in the checkpoint's order,
@@ -28,15 +28,16 @@ int64_t first_not_finite(const void* values, int64_t n, StDtype dtype);
 typedef struct FileSlice {
     int64_t file, offset, bytes;
     uint64_t crc;
-    int64_t dtype;
+    int64_t dtype;     // ST_U8: text
+    const char* data;  // of the rank that has the slice
 } FileSlice;
 
 // All-gather of the ranks' slices, sorted, in fresh memory.
 FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int64_t* total);
 
-// *crc is the CRC-32 of the first `at` bytes of a file; joins those of the file's slices to it. Returns whether the
-// slices cover each other byte of the file once. *next is the first unused slice: calls are in the order of the files.
-bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t at, int64_t bytes, uLong* crc);
+// *crc gets the CRC-32 of a file, joined from those of its slices. Returns whether they cover each byte of the file
+// once. *next is the first unused slice: calls are in the order of the files.
+bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t bytes, uLong* crc);
 
 // The lowest value of all ranks; *who is the first rank that has it.
 int64_t ranks_lowest(Ranks* group, int64_t value, int* who);

@@ -184,33 +184,35 @@ static void joining(void) {
     const int64_t TB = (int64_t)1 << 40;
     const unsigned char text[] = "0123456789";
     enum { CASES = 7 };
-    const FileSlice cases[CASES][3] = {
-        {{0, 3, 4, 0, 0}, {0, 7, 3, 0, 0}, {1, 0, 5, 0, 0}},   // bytes 3 .. 9 of file 0: complete
-        {{0, 3, 4, 0, 0}, {0, 8, 2, 0, 0}, {1, 0, 5, 0, 0}},   // a hole
-        {{0, 3, 4, 0, 0}, {0, 6, 4, 0, 0}, {1, 0, 5, 0, 0}},   // a byte twice
-        {{0, 3, 4, 0, 0}, {0, 6, 3, 0, 0}, {1, 0, 5, 0, 0}},   // a byte twice, one missing
-        {{0, 3, 7, 0, 0}, {0, 3, 7, 0, 0}, {1, 0, 5, 0, 0}},   // all twice
-        {{0, 4, 3, 0, 0}, {0, 7, 3, 0, 0}, {1, 0, 5, 0, 0}},   // the start is missing
-        {{0, 3, 4, 0, 0}, {1, 0, 5, 0, 0}, {1, 5, 5, 0, 0}}};  // the end is missing
+    const int64_t cases[CASES][4][3] = {
+        // file, offset, bytes
+        {{0, 0, 3}, {0, 3, 4}, {0, 7, 3}, {1, 0, 5}},   // bytes 0 .. 9 of file 0: complete
+        {{0, 0, 3}, {0, 3, 4}, {0, 8, 2}, {1, 0, 5}},   // a hole
+        {{0, 0, 3}, {0, 3, 4}, {0, 6, 4}, {1, 0, 5}},   // a byte twice
+        {{0, 0, 3}, {0, 3, 4}, {0, 6, 3}, {1, 0, 5}},   // a byte twice, one missing
+        {{0, 0, 3}, {0, 3, 7}, {0, 3, 7}, {1, 0, 5}},   // all twice
+        {{0, 1, 2}, {0, 3, 4}, {0, 7, 3}, {1, 0, 5}},   // the start is missing
+        {{0, 0, 3}, {0, 3, 4}, {1, 0, 5}, {1, 5, 5}}};  // the end is missing
     for (int i = 0; i < CASES; i++) {
-        FileSlice slices[3];
-        for (int k = 0; k < 3; k++) {
-            slices[k] = cases[i][k];
+        FileSlice slices[4] = {{.file = 0}};
+        for (int k = 0; k < 4; k++) {
+            slices[k].file = cases[i][k][0];
+            slices[k].offset = cases[i][k][1];
+            slices[k].bytes = cases[i][k][2];
             slices[k].crc = crc_of(text + slices[k].offset, (size_t)slices[k].bytes);
         }
         const FileSlice* next = slices;
-        uLong crc = crc_of(text, 3);
-        CHECK(slices_join(&next, slices + 3, 0, 3, 10, &crc) == (i == 0), "case %d", i);
+        uLong crc;
+        CHECK(slices_join(&next, slices + 4, 0, 10, &crc) == (i == 0), "case %d", i);
         CHECK(i || crc == crc_of(text, 10), "CRC-32");
-        crc = crc_of(text, 0);
-        CHECK(next->file == 1 && slices_join(&next, slices + 3, 1, 0, i < CASES - 1 ? 5 : 10, &crc),
+        CHECK(next->file == 1 && slices_join(&next, slices + 4, 1, i < CASES - 1 ? 5 : 10, &crc),
               "the next file, case %d", i);
         CHECK(crc == crc_of(text, i < CASES - 1 ? 5 : 10), "its CRC-32");
     }
-    const FileSlice large[2] = {{0, 0, 5 * TB, 0, 0}, {0, 5 * TB, 7 * TB, 0, 0}};
+    const FileSlice large[2] = {{.bytes = 5 * TB}, {.offset = 5 * TB, .bytes = 7 * TB}};
     const FileSlice* next = large;
-    uLong crc = 0;
-    CHECK(slices_join(&next, large + 2, 0, 0, 12 * TB, &crc), "12 TB");
+    uLong crc;
+    CHECK(slices_join(&next, large + 2, 0, 12 * TB, &crc), "12 TB");
 }
 
 // ---- Saving
