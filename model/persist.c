@@ -130,66 +130,59 @@ static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
     return steps;
 }
 
-// Loads a checkpoint, if it is good. 0, or -1 as checkpoint_load does.
-static int load_step(Model* m, Ranks* world, const char* out, int64_t step, const Json* manifest, char* error,
-                     size_t error_size) {
+// Loads a checkpoint, if it is good. Else returns the reason, as checkpoint_load does.
+static char* load_step(Model* m, Ranks* world, const char* out, int64_t step, const Json* manifest, char* why) {
     int count;
     // A record that names no optimizer is one of AdamW.
     const char* name = json_text(json_get(manifest, "options"), "optimizer");
     const int64_t optimizer = name && strcmp(name, "muon") == 0 ? MUON : ADAMW;
     CheckpointFile* files = model_files(m, optimizer, &count);
-    const int result = checkpoint_load(world, out, step, manifest, files, count, m->ctx, error, error_size);
+    why = checkpoint_load(world, out, step, manifest, files, count, m->ctx, why);
     model_files_free(files, count);
-    if (result != 0) return result;
+    if (why) return why;
     StepState state = {.updates = json_int(manifest, "updates", -1)};
     device_upload(m->step.state, &state, sizeof(state), m->ctx);
     weights_changed(m->sharding, m->ctx);
     if (optimizer != m->run.optimizer)
         printf("optimizer  was %s: the %s of the matrices that Muon trains start at zero\n",
                optimizer == MUON ? "muon" : "adamw", optimizer == MUON ? "AdamW moments" : "momenta");
-    return 0;
+    return NULL;
 }
 
 void model_stage(Model* m, const Settings* s, Ranks* world) {
-    char error[512];
+    char* why;
     Path run;
-    Json* manifest = checkpoint_manifest_in(s->init, &run, error, sizeof(error));
-    if (load_step(m, world, run.text, json_int(manifest, "step", -1), manifest, error, sizeof(error)) != 0)
-        die(EXIT_FAILED, "--init %s: %s", s->init, error);
+    Json* manifest = checkpoint_manifest_in(s->init, &run, &why);
+    why = load_step(m, world, run.text, json_int(manifest, "step", -1), manifest, why);
+    if (why) die(EXIT_FAILED, "--init %s: %s", s->init, why);
     json_free(manifest);
 }
 
 int64_t model_resume(Model* m, const Settings* s, Ranks* world, DataHash data) {
     const char* out = s->out;
-    char error[512];
     int count;
     int64_t *steps = all_ranks_list(world, out, &count), resumed = 0;
 
     // From the newest on, until one is good.
     for (int i = 0; i < count && resumed == 0; i++) {
-        Json* manifest = checkpoint_manifest(out, steps[i], error, sizeof(error));
+        Path path = step_path(out, steps[i], "");
+        char* why;
+        Json* manifest = checkpoint_manifest(out, steps[i], &why);
         if (manifest) check_record(s, manifest, data);
-
         // The position in the data must be that of the step.
-        const int64_t window = json_int(manifest, "window", -1);
-        if (manifest && window != window_after(m, steps[i])) {
-            snprintf(error, sizeof(error), "%s/step_%08ld/manifest.json: its window is %ld, that of the step is %ld",
-                     out, steps[i], window, window_after(m, steps[i]));
-            json_free(manifest);
-            manifest = NULL;
-        }
+        const int64_t window = json_int(manifest, "window", -1), expected = window_after(m, steps[i]);
+        if (manifest && window != expected)
+            why = host_format("%s/manifest.json: its window is %ld, that of the step is %ld", path.text, window,
+                              expected);
 
-        // Loaded, or refused.
-        if (load_step(m, world, out, steps[i], manifest, error, sizeof(error)) == 0) {
-            resumed = steps[i];
-        } else {
-            // A link would have to be replaced when the run comes to this step.
-            Path path = path_of("%s/step_%08ld", out, steps[i]);
-            if (is_link(path.text))
-                die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path.text, error, file_error(ELOOP));
-            warn("checkpoint step_%08ld is refused: %s", steps[i], error);
-        }
+        why = load_step(m, world, out, steps[i], manifest, why);
         json_free(manifest);
+        if (!why) resumed = steps[i];
+        // A link would have to be replaced when the run comes to this step.
+        if (why && is_link(path.text))
+            die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path.text, why, file_error(ELOOP));
+        if (why) warn("checkpoint step_%08ld is refused: %s", steps[i], why);
+        free(why);
     }
 
     if (count && !resumed) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);

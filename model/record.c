@@ -52,21 +52,18 @@ char* record_line(const Settings* s, const char* build, const char* device) {
 static int64_t newest_good(const char* out) {
     // A folder that is not there is one without checkpoints; whether it can be made is seen later.
     if (access(path_of("%s/.", out).text, F_OK) != 0) return -1;
-    char error[512];
     int count;
     int64_t *steps = checkpoint_list(out, &count), good = -1;
+    char *why, *list = host_strdup("");
     for (int i = 0; i < count && good < 0; i++) {
-        Json* manifest = checkpoint_manifest(out, steps[i], error, sizeof(error));
-        if (manifest) good = steps[i];
-        json_free(manifest);
+        json_free(checkpoint_manifest(out, steps[i], &why));
+        if (!why) good = steps[i];
+        if (why) host_append(&list, "%s checkpoint step_%08ld is refused: %s", *list ? ";" : "", steps[i], why);
+        free(why);
     }
-
-    // All are bad: each is named. (Where one is good, those before it are when the run resumes from it.)
-    for (int i = 0; i < count && good < 0; i++) {
-        checkpoint_manifest(out, steps[i], error, sizeof(error));
-        warn("checkpoint step_%08ld is refused: %s", steps[i], error);
-    }
-    if (count && good < 0) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
+    // (Where one is good, those before it are named when the run resumes from it.)
+    if (count && good < 0) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed:%s", out, list);
+    free(list);
     free(steps);
     return good;
 }
@@ -79,8 +76,8 @@ Json* record_manifest(Ranks* world, const char* out) {
     ranks_broadcast(world, &step, sizeof(step), 0);
     if (step < 0) return NULL;
 
-    char error[512];
-    Json* manifest = checkpoint_manifest(folder.text, step, error, sizeof(error));
+    char* why;
+    Json* manifest = checkpoint_manifest(folder.text, step, &why);
     ranks_must_share(world, folder.text, manifest != NULL);
     return manifest;
 }
@@ -88,10 +85,10 @@ Json* record_manifest(Ranks* world, const char* out) {
 Json* record_stage(const Settings* s) {
     if (!*s->init) die(EXIT_USAGE, "--init-moments needs --init: the step of a run that the new stage begins with");
     if (!*s->out) die(EXIT_USAGE, "--init-moments needs --out: the folder of the new stage");
-    char error[512];
+    char* why;
     Path run;
-    Json* manifest = checkpoint_manifest_in(s->init, &run, error, sizeof(error));
-    if (!manifest) die(EXIT_USAGE, "--init-moments: --init %s: %s", s->init, error);
+    Json* manifest = checkpoint_manifest_in(s->init, &run, &why);
+    if (why) die(EXIT_USAGE, "--init-moments: --init %s: %s", s->init, why);
     return manifest;
 }
 

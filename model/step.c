@@ -17,7 +17,7 @@ void model_step_begin(Model* m, int64_t step) {
     m->step.first = 1;
     m->step.waits[EXPERT_PARAMS] = step % s->muon_expert_steps != 0;
     // Multi-token prediction.
-    const double weight = settings_mtp_weight(s, step);
+    const double weight = run_mtp_weight(s, step);
     m->step.late = weight != s->mtp_weight;
     m->step.mtp_weight = (float)weight;
     // Random numbers of the step. Each rank takes one batch after another.

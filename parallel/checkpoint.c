@@ -200,10 +200,10 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
 
 // Whether a folder with a checkpoint's name is one: others are never removed.
 static bool is_checkpoint(const char* out, int64_t step) {
-    char error[512];
-    Json* manifest = checkpoint_manifest(out, step, error, sizeof(error));
-    const bool good = manifest != NULL;
-    json_free(manifest);
+    char* why;
+    json_free(checkpoint_manifest(out, step, &why));
+    const bool good = !why;
+    free(why);
     return good;
 }
 

@@ -85,17 +85,25 @@ bool checkpoint_set_aside(Saver* saver, int64_t step);
 int64_t* checkpoint_list(const char* out, int* count);
 int64_t* checkpoint_try_list(const char* out, int* count);
 
-// Reads the manifest of a checkpoint and checks it. NULL on errors, with the reason in `error`.
-Json* checkpoint_manifest(const char* out, int64_t step, char* error, size_t error_size);
-// The same of a checkpoint's own folder; *out gets the folder that it is in.
-Json* checkpoint_manifest_in(const char* folder, Path* out, char* error, size_t error_size);
+// The functions below return or set a reason, in fresh memory; NULL: all is good.
 
-// Checks every file against the manifest (the ranks share the files), and loads every slice. Returns
-// 0 on all ranks, or -1 on all with the same reason in `error`; then some tensors may have been overwritten. A NULL
-// manifest fails with the reason that is already in `error`. Ends the run if a rank passes another step or manifest
-// than rank 0.
-int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* manifest, const CheckpointFile* files,
-                    int count, Ctx* ctx, char* error, size_t error_size);
+// Reads the manifest of a checkpoint and checks it. NULL on errors, with the reason in *why.
+Json* checkpoint_manifest(const char* out, int64_t step, char** why);
+// The same of a checkpoint's own folder; *out gets the folder that it is in.
+Json* checkpoint_manifest_in(const char* folder, Path* out, char** why);
+
+// Checks every file against the manifest (the ranks share the files), and loads every slice. All ranks return the same
+// reason; then some tensors may have been overwritten. Where there is no manifest, `why` is the reason, and is freed.
+// Ends the run if a rank passes another step or manifest than rank 0.
+char* checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* manifest, const CheckpointFile* files,
+                      int count, Ctx* ctx, char* why);
 
 // Checks files of a folder in the same way if it is a checkpoint: without a manifest there is nothing to check.
-int checkpoint_check(Ranks* world, const char* folder, const char** names, int count, char* error, size_t error_size);
+char* checkpoint_check(Ranks* world, const char* folder, const char** names, int count);
+
+// Loads this rank's slice of a tensor from `found`, a tensor of a file, whose shape must be the same. A tensor of real
+// may be of any type of floating point there; of fp8 `scales` has a factor for each FP8_BLOCK x FP8_BLOCK elements.
+// Every number must be finite.
+enum { FP8_BLOCK = 128 };
+char* checkpoint_read(const CheckpointTensor* tensor, const SafeTensors* st, const StTensor* found, const float* scales,
+                      Ctx* ctx);

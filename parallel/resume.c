@@ -2,7 +2,7 @@
 // all ranks with the same reason:
 //
 //   checkpoint_manifest   its CRC-32, its format, its options, the step that it names, its number of updates
-//   check_files           the size and CRC-32 of every file; the ranks share the files
+//   check_files           the size and CRC-32 of every file that it lists; the ranks share the files
 //   load_files            every tensor's name, type and shape; all numbers of this rank's slices are finite
 #include <dirent.h>
 #include <errno.h>
@@ -15,6 +15,7 @@
 
 #include "device/check.h"
 #include "device/files.h"
+#include "device/values.h"
 #include "parallel/checkpoint.h"
 #include "parallel/slices.h"
 
@@ -76,42 +77,44 @@ static char* check_values(const Json* json, int64_t step) {
     return NULL;
 }
 
-// Reads a manifest into *json and checks its CRC-32.
-static char* read_manifest(const char* path, Json** json) {
-    char reason[128];
+// Reads the manifest of a folder and checks it. step -1: its CRC-32 alone.
+static Json* read_manifest(const char* folder, int64_t step, char** why) {
+    Path path = path_of("%s/manifest.json", folder);
+    char reason[128], *wrong = NULL;
     size_t size;
-    *json = NULL;
-    char* text = read_file(path, MANIFEST_LIMIT, &size);
-    if (!text) return host_strdup(file_error(errno));
-
+    Json* json = NULL;
+    char* text = read_file(path.text, MANIFEST_LIMIT, &size);
     // Its last member is the CRC-32 of all bytes before.
-    const char* end = strstr(text, CHECKPOINT_MANIFEST_END);
-    bool good = end && strtoul(end + strlen(CHECKPOINT_MANIFEST_END), NULL, 10) == crc_of(text, (size_t)(end - text));
-    if (good) *json = json_parse(text, size, reason, sizeof(reason));
+    const char* end = text ? strstr(text, CHECKPOINT_MANIFEST_END) : NULL;
+    if (!text)
+        wrong = host_strdup(file_error(errno));
+    else if (!end || strtoul(end + strlen(CHECKPOINT_MANIFEST_END), NULL, 10) != crc_of(text, (size_t)(end - text)))
+        wrong = host_strdup("truncated or altered (its CRC-32 does not match)");
+    else if (!(json = json_parse(text, size, reason, sizeof(reason))))
+        wrong = host_strdup(reason);
+    else if (step >= 0)
+        wrong = check_values(json, step);
     free(text);
-    if (!good) return host_strdup("truncated or altered (its CRC-32 does not match)");
-    return *json ? NULL : host_strdup(reason);
-}
 
-Json* checkpoint_manifest(const char* out, int64_t step, char* error, size_t error_size) {
-    Path path = path_of("%s/manifest.json", step_path(out, step, "").text);
-    Json* json;
-    char* why = read_manifest(path.text, &json);
-    if (!why) why = check_values(json, step);
-    if (!why) return json;
-    snprintf(error, error_size, "%s: %s", path.text, why);
-    free(why);
+    *why = wrong ? host_format("%s: %s", path.text, wrong) : NULL;
+    free(wrong);
+    if (!*why) return json;
     json_free(json);
     return NULL;
 }
 
-Json* checkpoint_manifest_in(const char* folder, Path* out, char* error, size_t error_size) {
+Json* checkpoint_manifest(const char* out, int64_t step, char** why) {
+    return read_manifest(step_path(out, step, "").text, step, why);
+}
+
+Json* checkpoint_manifest_in(const char* folder, Path* out, char** why) {
     Path parent = path_of("%s", folder), name = parent;  // dirname and basename change them
     *out = path_of("%s", dirname(parent.text));
     const int64_t step = step_number(basename(name.text), "");
-    if (step >= 0) return checkpoint_manifest(out->text, step, error, error_size);
-    const char* other = "its name is not step_ and 8 digits, that of a step of a run, which has moments";
-    snprintf(error, error_size, "%s", access(folder, F_OK) == 0 ? other : file_error(errno));
+    if (step >= 0) return checkpoint_manifest(out->text, step, why);
+    *why = host_strdup(access(folder, F_OK) != 0
+                           ? file_error(errno)
+                           : "its name is not step_ and 8 digits, that of a step of a run, which has moments");
     return NULL;
 }
 
@@ -123,16 +126,6 @@ static const Json* file_entry(const Json* manifest, const char* name) {
         if (text && strcmp(text, name) == 0) return e;
     }
     return NULL;
-}
-
-// Cross-rank agreement. Returns 0 if no rank has a reason. Else it returns -1 on all ranks, and `error` gets the reason
-// of the first rank that has one. Frees `why`.
-static int agree(Ranks* world, char* why, char* error, size_t error_size) {
-    char* reason = ranks_reason(world, why);
-    if (!reason) return 0;
-    snprintf(error, error_size, "%s", reason);
-    free(reason);
-    return -1;
 }
 
 // Compares size and CRC-32 of a file with its entry in the manifest.
@@ -165,98 +158,125 @@ static char* check_files(Ranks* world, const char* folder, const Json* manifest,
     const int ranks = ranks_count(world), rank = ranks_index(world);
     char* why = NULL;
     for (int i = count * rank / ranks; i < count * (rank + 1) / ranks && !why; i++)
-        why = check_file(path_of("%s/%s", folder, names[i]).text, file_entry(manifest, names[i]));
+        // A name with a slash would lead out of the folder.
+        why = !names[i] || strchr(names[i], '/')
+                  ? host_format("%s/manifest.json: it lists what is no file of the folder", folder)
+                  : check_file(path_of("%s/%s", folder, names[i]).text, file_entry(manifest, names[i]));
     return why;
 }
 
-// The files of the checkpoint, in fresh memory: the tensor files, then the others that the manifest lists.
-static const char** list_files(const Json* manifest, const CheckpointFile* files, int count, int* all) {
-    const Json* list = json_get(manifest, "files");
-    const char** names = (const char**)host_alloc((size_t)(count + json_count(list)) * sizeof(char*));
-    *all = 0;
-    for (int i = 0; i < count; i++) names[(*all)++] = files[i].name;
-    for (const Json* e = list ? list->child : NULL; e; e = e->next) {
-        const char* name = json_text(e, "name");
-        // A name with a slash would lead out of the folder: a damaged manifest may have one.
-        int i = 0;
-        while (i < count && name && strcmp(name, files[i].name) != 0) i++;
-        if (i == count && name && !strchr(name, '/')) names[(*all)++] = name;
+// Elements of a file's type, as numbers. False: the type is none that weights can have. scales: of fp8.
+static bool convert(real* out, const void* raw, int64_t n, int64_t first, const StTensor* from, const float* scales) {
+    const int64_t columns = from->shape[1];
+    for (int64_t i = 0; i < n; i++) {
+        switch (from->dtype) {
+            case ST_F64: out[i] = (real)((const double*)raw)[i]; break;
+            case ST_F32: out[i] = ((const float*)raw)[i]; break;
+            case ST_F16: out[i] = half_value(((const uint16_t*)raw)[i]); break;
+            case ST_BF16: out[i] = bf16_value(((const uint16_t*)raw)[i]); break;
+            default: {
+                if (!scales) return false;
+                // One scale for each block of the matrix, row by row of blocks.
+                const int64_t row = (first + i) / columns / FP8_BLOCK, column = (first + i) % columns / FP8_BLOCK;
+                out[i] = e4m3_value(((const uint8_t*)raw)[i]) * scales[row * ceil_div(columns, FP8_BLOCK) + column];
+            }
+        }
     }
-    return names;
+    return true;
 }
 
-// Loads this rank's slice of a tensor.
-static char* load_slice(const SafeTensors* st, const CheckpointTensor* t, void* chunk, Ctx* ctx) {
+char* checkpoint_read(const CheckpointTensor* t, const SafeTensors* st, const StTensor* found, const float* scales,
+                      Ctx* ctx) {
     // The tensor must be as this run plans it. Ranks without elements check it too.
-    const StTensor* found = st_find(st, t->name);
-    if (!found) return host_format("%s: tensor %s is missing", st->path, t->name);
-    if (found->dtype != t->dtype || found->rank != t->rank || found->shape[0] != t->shape[0] ||
-        (t->rank == 2 && found->shape[1] != t->shape[1]))
-        return host_format("%s: tensor %s is of another shape or type", st->path, t->name);
+    if (found->rank != t->rank || found->shape[0] != t->shape[0] || (t->rank == 2 && found->shape[1] != t->shape[1]))
+        return host_format("%s: tensor %s is of another shape than %ld%s", st->path, t->name, t->shape[0],
+                           t->rank == 2 ? host_format(" x %ld", t->shape[1]) : "");
 
     // In chunks through host memory. A number that is not finite would spoil the run, and is refused.
-    int64_t size = (int64_t)st_dtype_bytes(t->dtype), most = CHUNK_BYTES / size;
-    for (int64_t at = 0; at < t->count; at += most) {
-        int64_t n = min_i64(t->count - at, most);
-        if (st_read(st, found, t->first + at, n, chunk) != 0)
-            return host_format("%s: cannot read %s: %s", st->path, t->name, strerror(errno));
-        const int64_t bad = first_not_finite(chunk, n, t->dtype);
-        if (bad < n) return host_format("%s: element %ld of %s is not finite", st->path, t->first + at + bad, t->name);
-        if (t->weight)
-            masters_upload((Master*)t->data + at, t->weight + at, (const real*)chunk, n, ctx);
-        else
-            device_upload((char*)t->data + at * size, chunk, (size_t)(n * size), ctx);
+    const int64_t size = (int64_t)st_dtype_bytes(t->dtype);
+    void* raw = host_alloc((size_t)CHUNK_BYTES);
+    real* numbers = (real*)host_alloc((size_t)CHUNK_BYTES);
+    char* why = NULL;
+    for (int64_t at = 0, n; at < t->count && !why; at += n) {
+        n = min_i64(t->count - at, CHUNK_BYTES / (int64_t)sizeof(double));
+        const int64_t first = t->first + at;
+        const void* values = t->dtype == found->dtype ? raw : numbers;
+        if (st_read(st, found, first, n, raw) != 0) {
+            why = host_format("%s: cannot read %s: %s", st->path, t->name, strerror(errno));
+        } else if (values == numbers && !convert(numbers, raw, n, first, found, scales)) {
+            why = host_format("%s: tensor %s is of no type that weights can have: F32, F16, BF16, F8_E4M3", st->path,
+                              t->name);
+        } else if (first_not_finite(values, n, t->dtype) < n) {
+            why = host_format("%s: element %ld of %s is not finite", st->path,
+                              first + first_not_finite(values, n, t->dtype), t->name);
+        } else if (t->weight) {
+            masters_upload((Master*)t->data + at, t->weight + at, (const real*)values, n, ctx);
+        } else {
+            device_upload((char*)t->data + at * size, values, (size_t)(n * size), ctx);
+        }
     }
-    return NULL;
+    free(raw);
+    free(numbers);
+    return why;
 }
 
 // Every rank looks up every tensor, even without a slice of it, so that all ranks refuse a missing one.
-static char* load_files(const char* folder, const CheckpointFile* files, int count, Ctx* ctx) {
-    void* chunk = host_alloc((size_t)CHUNK_BYTES);
+static char* load_files(const Json* manifest, const char* folder, const CheckpointFile* files, int count, Ctx* ctx) {
     char error[512], *why = NULL;
     for (int i = 0; i < count && !why; i++) {
-        SafeTensors* st = st_open(path_of("%s/%s", folder, files[i].name).text, error, sizeof(error));
-        if (!st) why = host_strdup(error);
-        for (int t = 0; t < files[i].count && !why; t++) why = load_slice(st, &files[i].tensors[t], chunk, ctx);
+        Path path = path_of("%s/%s", folder, files[i].name);
+        if (!file_entry(manifest, files[i].name)) return host_format("%s: the manifest does not list it", path.text);
+        SafeTensors* st = st_open(path.text, error, sizeof(error));
+        if (!st) return host_strdup(error);
+        for (int k = 0; k < files[i].count && !why; k++) {
+            const CheckpointTensor* t = &files[i].tensors[k];
+            const StTensor* found = st_find(st, t->name);
+            if (!found)
+                why = host_format("%s: tensor %s is missing", path.text, t->name);
+            else if (found->dtype != t->dtype)
+                why = host_format("%s: tensor %s is of another type", path.text, t->name);
+            else
+                why = checkpoint_read(t, st, found, NULL, ctx);
+        }
         st_close(st);
     }
-    free(chunk);
     return why;
 }
 
-int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* manifest, const CheckpointFile* files,
-                    int count, Ctx* ctx, char* error, size_t error_size) {
+char* checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* manifest, const CheckpointFile* files,
+                      int count, Ctx* ctx, char* why) {
     // All ranks must have the same step and manifest.
     const int64_t mine[2] = {step, json_int(manifest, "manifest_crc32", -1)};
     int64_t theirs[2] = {mine[0], mine[1]};
     ranks_broadcast(world, theirs, sizeof(theirs), 0);
     ranks_must_share(world, out, mine[0] == theirs[0] && mine[1] == theirs[1]);
 
+    // All files that the manifest lists.
+    Path folder = step_path(out, step, "");
+    const Json* list = json_get(manifest, "files");
+    const char** names = (const char**)host_alloc((size_t)json_count(list) * sizeof(char*));
+    int listed = 0;
+    for (const Json* e = list ? list->child : NULL; e; e = e->next) names[listed++] = json_text(e, "name");
+
     // From here each check runs only if the one before it found all good. All ranks get the same result.
-    Path path = step_path(out, step, "");
-    const char* folder = path.text;
-    int all_files;
-    const char** names = list_files(manifest, files, count, &all_files);
-    int result = agree(world, manifest ? NULL : host_strdup(error), error, error_size);
-    if (result == 0) result = agree(world, check_files(world, folder, manifest, names, all_files), error, error_size);
-    if (result == 0) result = agree(world, load_files(folder, files, count, ctx), error, error_size);
+    why = ranks_reason(world, why);
+    if (!why) why = ranks_reason(world, check_files(world, folder.text, manifest, names, listed));
+    if (!why) why = ranks_reason(world, load_files(manifest, folder.text, files, count, ctx));
     free((void*)names);
-    return result;
+    return why;
 }
 
-int checkpoint_check(Ranks* world, const char* folder, const char** names, int count, char* error, size_t error_size) {
-    Path path = path_of("%s/manifest.json", folder);
+char* checkpoint_check(Ranks* world, const char* folder, const char** names, int count) {
     // Folders without a manifest are accepted: rank 0 decides, so that all ranks do the same.
-    bool there = access(path.text, F_OK) == 0;
+    bool there = access(path_of("%s/manifest.json", folder).text, F_OK) == 0;
     ranks_broadcast(world, &there, sizeof(there), 0);
-    if (!there) return 0;
+    if (!there) return NULL;
 
     // Its manifest, then the files.
-    Json* manifest;
-    char *why = read_manifest(path.text, &manifest), *named = why ? host_format("%s: %s", path.text, why) : NULL;
-    free(why);
-    int result = agree(world, named, error, error_size);
-    if (result == 0) result = agree(world, check_files(world, folder, manifest, names, count), error, error_size);
+    char* why;
+    Json* manifest = read_manifest(folder, -1, &why);
+    why = ranks_reason(world, why);
+    if (!why) why = ranks_reason(world, check_files(world, folder, manifest, names, count));
     json_free(manifest);
-    return result;
+    return why;
 }

@@ -1,9 +1,8 @@
-// Each tensor in the table of parameters is looked up in all files. This rank's slice of it passes through host memory
-// in chunks. Tensors that no parameter asked for are refused at the end.
+// Each tensor of a checkpoint of the model is looked up in all files. Tensors that no parameter asked for are refused
+// at the end.
 #include "pretrained/import.h"
 
 #include <errno.h>
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,21 +11,18 @@
 #include "data/safetensors.h"
 #include "device/check.h"
 #include "device/files.h"
-#include "device/values.h"
+#include "model/persist.h"
 #include "parallel/checkpoint.h"
 
-enum { FP8_BLOCK = 128 };
 static const int64_t READ_ELEMENTS = (int64_t)1 << 20;  // elements read at a time
 static const size_t INDEX_LIMIT = (size_t)256 << 20;    // bytes
 
-// The files of the folder, and host memory for one chunk. It lives during import_weights.
+// The files of the folder. It lives during import_weights.
 typedef struct Import {
     const char *option, *folder;
     SafeTensors** files;  // used: a parameter has asked for the tensor
     int count;
-    int last;      // file of the last tensor found; the next is mostly in it too
-    char* raw;     // (READ_ELEMENTS) in the file's type
-    real* values;  // (READ_ELEMENTS)
+    int last;  // file of the last tensor found; the next is mostly in it too
 } Import;
 
 // Opens a file, unless it is open already. A bad file ends the run.
@@ -70,12 +66,11 @@ static void open_sources(Import* in) {
 
 // That a checkpoint's files are as they were written.
 static void check_sources(const Import* in, Ranks* world) {
-    char error[512];
     const char** names = (const char**)host_alloc((size_t)(in->count + 1) * sizeof(char*));
     for (int i = 0; i < in->count; i++) names[i] = strrchr(in->files[i]->path, '/') + 1;
     names[in->count] = "config.json";
-    if (checkpoint_check(world, in->folder, names, in->count + 1, error, sizeof(error)) != 0)
-        die(EXIT_FAILED, "--%s: %s", in->option, error);
+    char* why = checkpoint_check(world, in->folder, names, in->count + 1);
+    if (why) die(EXIT_FAILED, "--%s: %s", in->option, why);
     free((void*)names);
 }
 
@@ -113,53 +108,14 @@ static float* read_scales(Import* in, const SafeTensors* st, const StTensor* t) 
     return scales;
 }
 
-// Elements first .. first + n - 1 as numbers, into in->values.
-static void read_values(Import* in, const SafeTensors* st, const StTensor* t, const float* scales, int64_t first,
-                        int64_t n) {
-    read_raw(st, t, first, n, in->raw);
-    for (int64_t i = 0; i < n; i++) {
-        switch (t->dtype) {
-            case ST_F64: in->values[i] = (real)((const double*)in->raw)[i]; break;
-            case ST_F16: in->values[i] = half_value(((const uint16_t*)in->raw)[i]); break;
-            case ST_BF16: in->values[i] = bf16_value(((const uint16_t*)in->raw)[i]); break;
-            case ST_F8_E4M3: {
-                // One scale for each 128 x 128 block of the matrix, row by row of blocks.
-                const int64_t row = (first + i) / t->shape[1], column = (first + i) % t->shape[1];
-                const int64_t block = row / FP8_BLOCK * ceil_div(t->shape[1], FP8_BLOCK) + column / FP8_BLOCK;
-                in->values[i] = e4m3_value((uint8_t)in->raw[i]) * scales[block];
-                break;
-            }
-            default: in->values[i] = ((const float*)in->raw)[i];
-        }
-        if (!isfinite(in->values[i]))
-            die(EXIT_USAGE, "%s: element %ld of %s is not finite", st->path, first + i, t->name);
-    }
-}
-
-// Copies a slice of a tensor of this name and shape to the device: master weights, or reals where weight is NULL.
-static void load(Import* in, const char* name, int rank, const int64_t* shape, Slice slice, void* to, floatX* weight,
-                 Ctx* ctx) {
+// Loads this rank's slice of a tensor. Every rank looks up all tensors, so all see a missing one.
+static void load(Import* in, const CheckpointTensor* t, Ctx* ctx) {
     const SafeTensors* st;
-    const StTensor* t = find(in, name, &st);
-    if (!t) die(EXIT_USAGE, "--%s %s: tensor %s is missing", in->option, in->folder, name);
-    // The shape must be that of the parameter; the type may be any that read_values converts.
-    const bool fits = t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1]);
-    if (!fits)
-        die(EXIT_USAGE, "%s: tensor %s is not %ld%s%s", st->path, name, shape[0], rank == 2 ? " x " : " long",
-            rank == 2 ? host_format("%ld", shape[1]) : "");
-    if (t->dtype != ST_F32 && t->dtype != ST_F16 && t->dtype != ST_BF16 && t->dtype != ST_F64 &&
-        !(t->dtype == ST_F8_E4M3 && rank == 2))
-        die(EXIT_USAGE, "%s: tensor %s is of no type that weights can have: F32, F16, BF16, F8_E4M3", st->path, name);
-    float* scales = t->dtype == ST_F8_E4M3 ? read_scales(in, st, t) : NULL;
-    // An empty slice reads nothing, but the tensor was checked.
-    for (int64_t at = 0; at < slice.count; at += READ_ELEMENTS) {
-        const int64_t n = min_i64(slice.count - at, READ_ELEMENTS);
-        read_values(in, st, t, scales, slice.first + at, n);
-        if (weight)
-            masters_upload((Master*)to + at, weight + at, in->values, n, ctx);
-        else
-            device_upload((real*)to + at, in->values, (size_t)n * sizeof(real), ctx);
-    }
+    const StTensor* found = find(in, t->name, &st);
+    if (!found) die(EXIT_USAGE, "--%s %s: tensor %s is missing", in->option, in->folder, t->name);
+    float* scales = found->dtype == ST_F8_E4M3 && found->rank == 2 ? read_scales(in, st, found) : NULL;
+    char* why = checkpoint_read(t, st, found, scales, ctx);
+    if (why) die(EXIT_USAGE, "%s", why);
     free(scales);
 }
 
@@ -176,54 +132,36 @@ static bool has_module(Import* in, int64_t layer) {
 static void check_copy(Import* in, const Layout* l, int layer, const char* copy, const char* of) {
     const SafeTensors *st = NULL, *main = NULL;
     char *name = host_format("model.layers.%d.%s", layer, copy),
+         *bytes = (char*)host_alloc((size_t)READ_ELEMENTS * sizeof(double)),
          *other = (char*)host_alloc((size_t)READ_ELEMENTS * sizeof(double));
     const StTensor *t = find(in, name, &st), *original = find(in, of, &main);
     const int64_t n = t && original ? original->shape[0] * original->shape[1] : 0, end = n * (l->rank + 1) / l->ranks;
     bool same = !n || (t->dtype == original->dtype && t->bytes == original->bytes);
     for (int64_t at = n * l->rank / l->ranks; same && at < end; at += READ_ELEMENTS) {
         const int64_t count = min_i64(end - at, READ_ELEMENTS);
-        read_raw(st, t, at, count, in->raw);
+        read_raw(st, t, at, count, bytes);
         read_raw(main, original, at, count, other);
-        same = memcmp(in->raw, other, (size_t)count * st_dtype_bytes(t->dtype)) == 0;
+        same = memcmp(bytes, other, (size_t)count * st_dtype_bytes(t->dtype)) == 0;
     }
     if (!same)
         die(EXIT_USAGE, "%s: tensor %s is not the same as %s, which the module of --mtp shares", st->path, name, of);
     free(name);
+    free(bytes);
     free(other);
 }
 
-// Loads this rank's slice of every parameter of a unit. Every rank looks up all tensors, so all see a missing one.
-static void load_unit(Import* in, Model* m, int unit) {
-    const Unit* u = &m->units[unit];
-    int count;
-    NamedTensor* tensors = params_tensors(&m->config, &m->layout, unit, &count);
-    for (int i = 0; i < count; i++) {
-        const NamedTensor* t = &tensors[i];
-        const ParamBuffer* p = &u->buffer[t->buffer];
-        const Slice mine = tensor_slice(t, p->owned_from, p->owned);
-        const int64_t at = mine.count ? t->offset + mine.first - p->owned_from : 0;
-        load(in, t->name, t->rank, t->shape, mine, p->master + at, p->owned_weight + at, m->ctx);
-    }
-    free(tensors);
-
-    // The router's biases, which every rank holds whole. A model without selection bias has no such tensor, and its
-    // biases stay 0.
-    if (u->at[ROUTER] >= 0 && m->config.selection_bias) {
-        char* name = host_format("model.layers.%d.mlp.gate.e_score_correction_bias", u->layer);
-        const Slice all = {0, m->config.E};
-        load(in, name, 1, &m->config.E, all, m->bias + u->layer * m->config.E, NULL, m->ctx);
-        free(name);
-    }
+// Loads the tensors of a unit. A model without selection bias has no such tensor, and its biases stay 0.
+static void load_unit(Import* in, Model* m, const Unit* u, const CheckpointFile* file) {
+    for (int i = 0; i < file->count; i++)
+        if (m->config.selection_bias || !strstr(file->tensors[i].name, ".e_score_correction_bias"))
+            load(in, &file->tensors[i], m->ctx);
     if (u->kind != UNIT_MODULE) return;
     check_copy(in, &m->layout, u->layer, "embed_tokens.weight", "model.embed_tokens.weight");
     check_copy(in, &m->layout, u->layer, "shared_head.head.weight", "lm_head.weight");
 }
 
 void import_weights(Model* m, Ranks* world, const char* option, const char* folder) {
-    // The files, and chunks of host memory.
     Import in = {.option = option, .folder = folder};
-    in.raw = (char*)host_alloc((size_t)READ_ELEMENTS * sizeof(double));
-    in.values = (real*)host_alloc((size_t)READ_ELEMENTS * sizeof(real));
     open_sources(&in);
     check_sources(&in, world);
     const int64_t layers = m->config.L;
@@ -233,15 +171,19 @@ void import_weights(Model* m, Ranks* world, const char* option, const char* fold
             folder);
 
     // All units: read, or initialized where the folder lacks the MTP module.
+    int count;
+    CheckpointFile* files = model_files(m, m->settings.optimizer, &count);  // of unit u: weights, then moments
     for (int u = 0; u < params_units(&m->config); u++) {
         const int layer = m->units[u].layer;
         if (m->units[u].kind != UNIT_MODULE || has_module(&in, layer)) {
-            load_unit(&in, m, u);
+            load_unit(&in, m, &m->units[u], &files[2 * u]);
         } else {
             params_init_unit(m->units, u, &m->config, &m->layout, (uint64_t)m->run.seed, m->ctx);
             printf("weights    layer %d, the module of --mtp, is not in the folder and is new\n", layer);
         }
     }
+
+    model_files_free(files, count);
 
     // Tensors of the folder that no parameter asked for. Those of MTP modules are left out without --mtp. A block
     // behind the model's layers would be lost.
@@ -262,6 +204,4 @@ void import_weights(Model* m, Ranks* world, const char* option, const char* fold
 
     for (int i = 0; i < in.count; i++) st_close(in.files[i]);
     free((void*)in.files);
-    free(in.raw);
-    free(in.values);
 }

@@ -285,7 +285,7 @@ class Import(Case):
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
         name = "model.layers.1.mlp.experts.7.up_proj.weight"
         for change, words in (({name: None}, f"tensor {name} is missing"),
-                              ({name: torch.zeros(2, 2)}, f"tensor {name} is not 48 x 128"),
+                              ({name: torch.zeros(2, 2)}, f"tensor {name} is of another shape than 48 x 128"),
                               ({name: tensors[name] * float("nan")}, f"element 0 of {name} is not finite"),
                               ({name: tensors[name].to(torch.int32)}, f"tensor {name} is of no type"),
                               ({"model.layers.1.extra.weight": torch.zeros(2)}, "model.layers.1.extra.weight is none of")):
