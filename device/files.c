@@ -163,7 +163,6 @@ int lock_file(const char* path) {
     struct flock whole = {.l_type = F_WRLCK};  // length 0: to the end of the file
     for (;;) {
         // A new file, or the one that is there.
-        if (is_link(path)) return fails(ELOOP);
         int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
         const bool made = fd >= 0;
         if (!made && errno == EEXIST) {
@@ -174,9 +173,11 @@ int lock_file(const char* path) {
 
         // The lock: the system gives it to one process at a time.
         if (fcntl(fd, F_SETLK, &whole) != 0) {
-            int why = errno;
-            close(fd);
-            return fails(why == EACCES ? EAGAIN : why);
+            if (errno == EACCES || errno == EAGAIN) {
+                close(fd);
+                return fails(EAGAIN);
+            }
+            warn("%s cannot be locked (%s): another run would not be noticed", path, strerror(errno));
         }
 
         // Its last holder may have removed the file meanwhile. Then this lock is on an unlinked file: retry.

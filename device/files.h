@@ -42,10 +42,10 @@ int read_all_at(int fd, void* out, int64_t bytes, int64_t offset);
 // *size may be NULL.
 char* read_file(const char* path, size_t limit, size_t* size);
 
-// Takes an exclusive lock. It also excludes processes of other machines, if the file system supports locks. It ends
-// with this process or with unlock_file, which removes the file. Returns a descriptor, or -1: EAGAIN if another process
-// has the lock. The file then holds its name. An empty file that was there is locked, and never written or removed; one
-// with another text is refused (EEXIST).
+// Takes an exclusive lock, which also excludes processes of other machines. It ends with this process or with
+// unlock_file, which removes the file. Returns a descriptor, or -1: EAGAIN if another process has the lock. The file
+// then holds its name. An empty file that was there is locked, and never written or removed; one with another text is
+// refused (EEXIST). Where the file system has no locks there is a warning, and the file is made all the same.
 int lock_file(const char* path);
 void unlock_file(const char* path, int fd);
 

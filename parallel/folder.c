@@ -2,7 +2,6 @@
 #include "parallel/folder.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -10,12 +9,10 @@
 #include "device/check.h"
 #include "parallel/checkpoint.h"
 
-// Locks the folder, or ends the run if another run has it. f->lock is -1 if locks do not work there.
-static void lock_folder(Folder* f, const char* out) {
-    const char* path = f->lock_path.text;
-    f->lock_path = path_of("%s/.lock", out);
-    f->lock = lock_file(path);
-    if (f->lock >= 0) return;
+// Locks the folder, or ends the run if another run has it.
+static int lock_folder(const char* out, const char* path) {
+    const int lock = lock_file(path);
+    if (lock >= 0) return lock;
 
     // Another run has the lock: its text in the file helps to find that run.
     if (errno == EAGAIN) {
@@ -24,13 +21,11 @@ static void lock_folder(Folder* f, const char* out) {
             holder && *holder ? holder : "unknown");
     }
     // The lock file is a link, or a file of something else: it is not touched.
-    if (errno == ELOOP) die(EXIT_FAILED, "%s: %s", path, file_error(errno));
     if (errno == EEXIST) die(EXIT_FAILED, "%s is not a lock of this program: choose another --out, or remove it", path);
-    warn("--out %s cannot be locked (%s): another run in it would not be noticed", out, strerror(errno));
+    die(EXIT_FAILED, "%s: %s", path, file_error(errno));
 }
 
 Folder folder_open(const char* out, int resume) {
-    Folder f = {.path = path_of("%s", out)};
     int count;
     if (strlen(out) + CHECKPOINT_NAMES >= sizeof(Path))
         die(EXIT_USAGE, "--out is %zu bytes long, and its files need names of %d more: at most %zu are possible",
@@ -38,8 +33,8 @@ Folder folder_open(const char* out, int resume) {
     // The folder must exist and be writable, before the lock file is made in it.
     if (make_folders(out) != 0 || access(out, W_OK) != 0)
         die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", out, strerror(errno));
-    lock_folder(&f, out);
-    f.fd = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    Folder f = {.path = path_of("%s/.lock", out)};
+    f.lock = lock_folder(out, f.path.text);
 
     // A new run must not mix with an earlier one: checkpoints or a log need --resume.
     free(checkpoint_list(out, &count));
@@ -51,19 +46,13 @@ Folder folder_open(const char* out, int resume) {
 }
 
 void folder_check(const Folder* f) {
-    if (f->fd >= 0 && !is_open_as(f->fd, f->path.text))
+    if (f->lock >= 0 && !is_open_as(f->lock, f->path.text))
         die(EXIT_FAILED,
-            "--out %s is another folder than at the start of this run, which was removed or renamed: nothing is "
-            "written or removed there",
+            "%s, the lock of this run, or its folder was removed, renamed or replaced: another run may be there, so "
+            "nothing is written or removed; --resume goes on from the newest checkpoint of this run",
             f->path.text);
-    if (f->lock >= 0 && !is_open_as(f->lock, f->lock_path.text))
-        die(EXIT_FAILED,
-            "%s, the lock of this run, was removed or replaced: another run may be in this folder, so nothing is "
-            "written or removed there; --resume goes on from its newest checkpoint",
-            f->lock_path.text);
 }
 
 void folder_close(const Folder* f) {
-    if (f->lock >= 0) unlock_file(f->lock_path.text, f->lock);
-    if (f->fd >= 0) close(f->fd);
+    if (f->lock >= 0) unlock_file(f->path.text, f->lock);
 }

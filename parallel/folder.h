@@ -3,17 +3,17 @@
 
 #include "device/files.h"
 
-// The folder and its lock, from folder_open to folder_close.
+// The lock of the folder, from folder_open to folder_close.
 typedef struct Folder {
-    Path path, lock_path;
-    int fd;    // descriptor of the folder; -1: it cannot be read
-    int lock;  // descriptor of the lock file while it is locked; -1: no lock
+    Path path;
+    int lock;  // its descriptor; -1: none
 } Folder;
 
 // Makes `out`, locks it, and checks its contents: a folder that has a run is accepted only with `resume`. On errors
 // ends the run with a message that names the folder and the reason. If locks do not work there is only a warning.
 Folder folder_open(const char* out, int resume);
-// Ends the run if the folder is not the one that folder_open locked: it, or its lock, was removed, renamed or replaced.
-// Another run may be in it then. Called before anything in it is written, replaced or removed.
+// Ends the run if the name of the lock is not that of the file which folder_open locked: it, or the folder, was
+// removed, renamed or replaced. Another run may be in it then. Called before anything in it is written, replaced or
+// removed.
 void folder_check(const Folder* folder);
 void folder_close(const Folder* folder);

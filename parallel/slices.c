@@ -73,32 +73,30 @@ bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int
     return tiled && at == bytes;
 }
 
-int64_t ranks_lowest(Ranks* group, int64_t value, int* who) {
-    // Every rank gets all values, so all find the same rank.
-    int ranks = ranks_count(group);
-    int64_t* all = (int64_t*)host_alloc((size_t)ranks * sizeof(int64_t));
-    ranks_all_gather(group, all, &value, sizeof(value));
-    *who = 0;
-    for (int r = 1; r < ranks; r++)
-        if (all[r] < all[*who]) *who = r;
-    value = all[*who];
+// The first rank that says yes, -1: none.
+static int first_rank(Ranks* group, bool yes) {
+    // Every rank gets all answers, so all find the same rank.
+    bool* all = (bool*)host_alloc((size_t)ranks_count(group) * sizeof(bool));
+    ranks_all_gather(group, all, &yes, sizeof(yes));
+    int who = -1;
+    for (int r = ranks_count(group) - 1; r >= 0; r--)
+        if (all[r]) who = r;
     free(all);
-    return value;
+    return who;
 }
 
 bool ranks_well(Ranks* group, bool well) {
-    int who;
-    if (ranks_lowest(group, well, &who) == 1) return true;
-    if (who != ranks_index(group)) ranks_barrier(group);  // never passed
-    return false;
+    const int who = first_rank(group, !well);
+    if (who >= 0 && who != ranks_index(group)) ranks_barrier(group);  // never passed
+    return who < 0;
 }
 
 char* ranks_reason(Ranks* group, char* why) {
-    int who;
     char reason[16384] = "";  // with two paths
     if (why) snprintf(reason, sizeof(reason), "%s", why);
+    const int who = first_rank(group, why != NULL);
     free(why);
-    if (ranks_lowest(group, !*reason, &who) == 1) return NULL;
+    if (who < 0) return NULL;
     ranks_broadcast(group, reason, sizeof(reason), who);
     return host_strdup(reason);
 }

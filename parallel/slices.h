@@ -39,9 +39,6 @@ FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int
 // once. *next is the first unused slice: calls are in the order of the files.
 bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t bytes, uLong* crc);
 
-// The lowest value of all ranks; *who is the first rank that has it.
-int64_t ranks_lowest(Ranks* group, int64_t value, int* who);
-
 // True on every rank if all are well. Else false on the first that is not, which must end the run. The others wait here
 // and never return: one rank prints the reason, and none uses files that it removes.
 bool ranks_well(Ranks* group, bool well);

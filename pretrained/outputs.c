@@ -45,7 +45,7 @@ static int due(int64_t step, int64_t every) { return every > 0 && step % every =
 
 Outputs* outputs_open(Ranks* world, const Settings* s, const char* build) {
     Outputs* o = (Outputs*)host_alloc(sizeof(Outputs));
-    const Folder none = {.fd = -1, .lock = -1};
+    const Folder none = {.lock = -1};
     o->settings = s;
     o->world = world;
     o->build = build;

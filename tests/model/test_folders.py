@@ -274,7 +274,7 @@ class LogAndLock(Case):
         number = done.index(("fcntl", "/.lock")) + 1
         shutil.rmtree(self.dir / "run")
         _, ended = self.operations(f"TORTURE_AT={number}", "TORTURE_DO=fail", steps=2)
-        self.assertIn("warning: --out run cannot be locked (No locks available): another run in it would not be noticed",
+        self.assertIn("warning: run/.lock cannot be locked (No locks available): another run would not be noticed",
                       ended.stderr)
         self.assertEqual(checkpoints(self.dir / "run"), ["step_00000002"])
 
@@ -322,7 +322,7 @@ class Processes(Case):
                 first.send_signal(signal.SIGTERM)
                 _, stderr = first.communicate(timeout=60)
                 self.assertEqual(first.returncode, 1)
-                self.assertIn("--out run is another folder than at the start of this run", stderr)
+                self.assertIn("run/.lock, the lock of this run, or its folder was removed, renamed or replaced: another run may be", stderr)
                 self.assertEqual(sorted(path.name for path in (self.dir / "run").iterdir()), there)
                 self.assertIn("step_00000010", there)
                 shutil.rmtree(self.dir / "run")
@@ -341,7 +341,7 @@ class Processes(Case):
                 first.send_signal(signal.SIGCONT)
                 _, stderr = first.communicate(timeout=60)
                 self.assertEqual(first.returncode, 1)
-                self.assertIn("run/.lock, the lock of this run, was removed or replaced: another run may be in", stderr)
+                self.assertIn("run/.lock, the lock of this run, or its folder was removed, renamed or replaced: another run may be", stderr)
                 self.assertEqual(snapshot(self.dir / "run"), there)
                 shutil.rmtree(self.dir / "run")
 
