@@ -18,6 +18,7 @@
 
 #include "device/check.h"
 #include "device/files.h"
+#include "parallel/folder.h"
 #include "parallel/slices.h"
 #include "parallel/watch.h"
 
@@ -32,7 +33,6 @@ typedef struct SavedFile {
 struct Saver {
     Ranks* group;  // the world, with messages of its own
     char* out;
-    const Folder* held;  // rank 0: `out` as it was at the start
     int keep;
     SavedFile others[8];  // of saver_add_file
     int other_count;
@@ -68,12 +68,11 @@ static void sweep(const char* out) {
     if (folder) closedir(folder);
 }
 
-Saver* saver_create(Ranks* world, const char* out, int keep, const Folder* held) {
+Saver* saver_create(Ranks* world, const char* out, int keep) {
     Saver* s = (Saver*)host_alloc(sizeof(Saver));
     s->group = ranks_split(world, 0);
     s->out = host_strdup(out);
     s->keep = keep;
-    s->held = held;
 
     // A folder that the hosts do not share is detected now, not at the first save: rank 0 makes a folder that the
     // others must see. Its name is new each time, because file systems may cache that an old name did not exist. It has
@@ -115,11 +114,6 @@ void saver_destroy(Saver* s) {
     free(s);
 }
 
-// Before each change in the folder of the run.
-static void check_folder(const Saver* s) {
-    if (s->held) folder_check(s->held);
-}
-
 // Ends the run for the reason in errno. The temporary folder is removed first: it may have filled the disk.
 static NORETURN void give_up(const Saver* s, const char* what, const char* path) {
     int why = errno;
@@ -131,7 +125,7 @@ static NORETURN void give_up(const Saver* s, const char* what, const char* path)
 // Rank 0: makes the empty folder.
 static void make_folder(const Saver* s) {
     const char* folder = s->folder.text;
-    check_folder(s);
+    folder_check();
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
 }
 
@@ -232,13 +226,13 @@ static void prune(const Saver* s, int keep) {
 void checkpoint_finish(Saver* s) {
     checkpoint_wait(s);
     if (ranks_index(s->group) != 0) return;
-    check_folder(s);
+    folder_check();
     prune(s, s->keep);
 }
 
 bool checkpoint_set_aside(Saver* s, int64_t step) {
     if (ranks_index(s->group) != 0) return false;
-    check_folder(s);
+    folder_check();
     int count;
     int64_t* steps = checkpoint_try_list(s->out, &count);
     Path path = step_path(s->out, step, ""), aside = step_path(s->out, step, ".diverged");
@@ -253,7 +247,7 @@ static void publish(const Saver* s) {
     const bool replaces = is_checkpoint(s->out, s->step);
     Path final = step_path(s->out, s->step, ""), old = step_path(s->out, s->step, replaces ? ".replaced" : ".aside");
     const char *path = final.text, *folder = s->folder.text;
-    check_folder(s);
+    folder_check();
     if (sync_folder(folder) != 0) give_up(s, "flush", path);
 
     // A checkpoint of this name can only be one that was refused at resume. It is renamed, and removed after the new

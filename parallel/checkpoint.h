@@ -22,7 +22,7 @@
 #include "data/json.h"
 #include "data/safetensors.h"
 #include "device/device.h"
-#include "parallel/folder.h"
+#include "device/files.h"
 #include "parallel/ranks.h"
 
 // Bytes that names of files in a checkpoint add to that of `out`, at most: /step_N.tmp/NAME, and N may have 19 digits.
@@ -59,10 +59,10 @@ typedef struct CheckpointRecord {
 } CheckpointRecord;
 
 // Writes checkpoints into folder `out`, one at a time, on a thread. saver_create is collective; it ends the run if the
-// ranks do not share the folder. It removes unfinished saves of killed runs from the folder. held: on rank 0 the folder
-// as it was locked, checked before each change in it; NULL elsewhere, and where nothing was locked.
+// ranks do not share the folder. It removes unfinished saves of killed runs from the folder. folder_check comes before
+// each change in it.
 typedef struct Saver Saver;
-Saver* saver_create(Ranks* world, const char* out, int keep, const Folder* held);
+Saver* saver_create(Ranks* world, const char* out, int keep);
 // Adds a file of these bytes to every checkpoint from now on, written by rank 0. All ranks add the same ones.
 void saver_add_file(Saver* saver, const char* name, const char* data, size_t bytes);
 // Waits for the last save, then frees the saver.

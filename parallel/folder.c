@@ -7,25 +7,31 @@
 #include <unistd.h>
 
 #include "device/check.h"
+#include "device/files.h"
 #include "parallel/checkpoint.h"
 
+static Path path;      // of the lock
+static int lock = -1;  // its descriptor; -1: none
+
 // Locks the folder, or ends the run if another run has it.
-static int lock_folder(const char* out, const char* path) {
-    const int lock = lock_file(path);
-    if (lock >= 0) return lock;
+static void lock_folder(const char* out) {
+    path = path_of("%s/.lock", out);
+    lock = lock_file(path.text);
+    if (lock >= 0) return;
 
     // Another run has the lock: its text in the file helps to find that run.
     if (errno == EAGAIN) {
-        char* holder = read_file(path, 256, NULL);
+        char* holder = read_file(path.text, 256, NULL);
         die(EXIT_FAILED, "--out %s is in use by another run (%s): wait for its end, or choose another folder", out,
             holder && *holder ? holder : "unknown");
     }
     // The lock file is a link, or a file of something else: it is not touched.
-    if (errno == EEXIST) die(EXIT_FAILED, "%s is not a lock of this program: choose another --out, or remove it", path);
-    die(EXIT_FAILED, "%s: %s", path, file_error(errno));
+    if (errno == EEXIST)
+        die(EXIT_FAILED, "%s is not a lock of this program: choose another --out, or remove it", path.text);
+    die(EXIT_FAILED, "%s: %s", path.text, file_error(errno));
 }
 
-Folder folder_open(const char* out, int resume) {
+void folder_open(const char* out, int resume) {
     int count;
     if (strlen(out) + CHECKPOINT_NAMES >= sizeof(Path))
         die(EXIT_USAGE, "--out is %zu bytes long, and its files need names of %d more: at most %zu are possible",
@@ -33,26 +39,25 @@ Folder folder_open(const char* out, int resume) {
     // The folder must exist and be writable, before the lock file is made in it.
     if (make_folders(out) != 0 || access(out, W_OK) != 0)
         die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", out, strerror(errno));
-    Folder f = {.path = path_of("%s/.lock", out)};
-    f.lock = lock_folder(out, f.path.text);
+    lock_folder(out);
 
     // A new run must not mix with an earlier one: checkpoints or a log need --resume.
     free(checkpoint_list(out, &count));
     if (!resume && (count || access(path_of("%s/log.jsonl", out).text, F_OK) == 0)) {
-        folder_close(&f);
+        folder_close();
         die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder", out);
     }
-    return f;
 }
 
-void folder_check(const Folder* f) {
-    if (f->lock >= 0 && !is_open_as(f->lock, f->path.text))
+void folder_check(void) {
+    if (lock >= 0 && !is_open_as(lock, path.text))
         die(EXIT_FAILED,
             "%s, the lock of this run, or its folder was removed, renamed or replaced: another run may be there, so "
             "nothing is written or removed; --resume goes on from the newest checkpoint of this run",
-            f->path.text);
+            path.text);
 }
 
-void folder_close(const Folder* f) {
-    if (f->lock >= 0) unlock_file(f->path.text, f->lock);
+void folder_close(void) {
+    if (lock >= 0) unlock_file(path.text, lock);
+    lock = -1;
 }

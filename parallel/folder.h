@@ -1,19 +1,13 @@
-// The folder of a run, --out: created if needed, and locked, so that two runs cannot use it at once by mistake.
+// The folder of a run, --out: created if needed, and locked, so that two runs cannot use it at once by mistake. A
+// process has one such folder. In a process without one, as on all ranks but rank 0, folder_check and folder_close do
+// nothing.
 #pragma once
-
-#include "device/files.h"
-
-// The lock of the folder, from folder_open to folder_close.
-typedef struct Folder {
-    Path path;
-    int lock;  // its descriptor; -1: none
-} Folder;
 
 // Makes `out`, locks it, and checks its contents: a folder that has a run is accepted only with `resume`. On errors
 // ends the run with a message that names the folder and the reason. If locks do not work there is only a warning.
-Folder folder_open(const char* out, int resume);
+void folder_open(const char* out, int resume);
 // Ends the run if the name of the lock is not that of the file which folder_open locked: it, or the folder, was
 // removed, renamed or replaced. Another run may be in it then. Called before anything in it is written, replaced or
 // removed.
-void folder_check(const Folder* folder);
-void folder_close(const Folder* folder);
+void folder_check(void);
+void folder_close(void);

@@ -20,7 +20,6 @@ struct Outputs {
     const char* build;
     Model* model;
     const Sources* sources;
-    Folder folder;         // --out, of rank 0
     RunLog* log;           // of rank 0; NULL without --out
     Saver* saver;          // NULL without --out
     int64_t saved;         // newest step on disk or being written
@@ -45,11 +44,10 @@ static int due(int64_t step, int64_t every) { return every > 0 && step % every =
 
 Outputs* outputs_open(Ranks* world, const Settings* s, const char* build) {
     Outputs* o = (Outputs*)host_alloc(sizeof(Outputs));
-    const Folder none = {.lock = -1};
     o->settings = s;
     o->world = world;
     o->build = build;
-    o->folder = *s->out && ranks_index(world) == 0 ? folder_open(s->out, s->resume != 0) : none;
+    if (*s->out && ranks_index(world) == 0) folder_open(s->out, s->resume != 0);
     if (!*s->out) printf("run        no --out: no log and no checkpoint will be kept\n");
     return o;
 }
@@ -63,7 +61,7 @@ void outputs_begin(Outputs* o, const Sources* from, Model* m, int64_t saved) {
     o->saved = saved;
     o->first = saved + 1;
     if (*s->out) {
-        o->saver = saver_create(o->world, s->out, (int)s->keep, leads ? &o->folder : NULL);
+        o->saver = saver_create(o->world, s->out, (int)s->keep);
         export_files(o->saver, s, m, from->tokenizer);
     }
     char* line = record_line(s, o->build, device_name(m->ctx));
@@ -85,7 +83,7 @@ void outputs_begin(Outputs* o, const Sources* from, Model* m, int64_t saved) {
 static void save(Outputs* o, int64_t step, int at_the_end) {
     int64_t good = step - o->last.bad_in_a_row;
     if (good == o->saved || (good != step && !at_the_end)) return;
-    if (o->log) folder_check(&o->folder);
+    folder_check();
     if (o->log) runlog_sync(o->log);
     model_save(o->model, o->settings, o->saver, good, o->sources->hash, &o->last);
     o->saved = good;
@@ -169,7 +167,7 @@ static void report(Outputs* o, int val, int asks) {
     host_append(&line, "}");
 
     // All of it into the log; on the terminal not more often than one can read, and once a line about the rest.
-    if (o->log) folder_check(&o->folder);
+    folder_check();
     if (o->log) runlog_add(o->log, line);
     free(line);
     if (val || host_seconds() - o->shown > 0.5 || o->pending == o->first || o->pending == r->steps || !o->last.ok)
@@ -233,9 +231,9 @@ int outputs_step(Outputs* o, int64_t step) {
 void outputs_close(Outputs* o, int stopped) {
     if (o->saver && !stopped) checkpoint_finish(o->saver);
     if (o->saver) saver_destroy(o->saver);
-    if (o->log) folder_check(&o->folder);
+    folder_check();
     if (o->log) runlog_close(o->log);
-    folder_close(&o->folder);
+    folder_close();
     for (int i = 0; i < 2; i++) stopwatch_destroy(o->watch[i]);
     fetch_destroy(o->state);
     fetch_destroy(o->load);

@@ -144,7 +144,7 @@ static void save(Saver* saver, int64_t step, const State* s) {
 }
 
 static void save_one(Ranks* group, int64_t step, const State* s) {
-    Saver* saver = saver_create(group, out, 9, NULL);
+    Saver* saver = saver_create(group, out, 9);
     save(saver, step, s);
     saver_destroy(saver);
 }
@@ -321,7 +321,7 @@ static void any_layout_loads(void) {
 static void a_save_returns_at_once(void) {
     open_out("async");
     State* s = state_create(1, rank, ranks);
-    Saver* saver = saver_create(world, out, 9, NULL);
+    Saver* saver = saver_create(world, out, 9);
     fill(s, 1);
     if (rank != 0) ranks_barrier(world);
     save(saver, 1, s);
@@ -363,7 +363,7 @@ static void the_newest_stay(void) {
     State* s = state_create(0, rank, ranks);
     const int64_t steps[][2] = {{1, 0}, {2, 1}, {3, 2}, {4, 3}};
     for (int keep = 2; keep >= 1; keep--) {  // two checkpoints stay while a run goes on, even with --keep 1
-        Saver* saver = saver_create(world, out, keep, NULL);
+        Saver* saver = saver_create(world, out, keep);
         CHECK(access(unfinished, F_OK) != 0, "what an unfinished save left is still there");
         for (int64_t step = 1; step <= 4; step++) {
             fill(s, step);
@@ -380,7 +380,7 @@ static void the_newest_stay(void) {
         saver_destroy(saver);
     }
     // A run that went back to before step 4 saves step 3 again; it does not count the checkpoint ahead for --keep.
-    Saver* saver = saver_create(world, out, 1, NULL);
+    Saver* saver = saver_create(world, out, 1);
     fill(s, 3);
     save(saver, 3, s);
     checkpoint_finish(saver);
@@ -541,7 +541,7 @@ static State* spoiled(int t) {
 static void save_infinite(void) { save_one(world, 2, spoiled(0)); }
 static void save_bf16_nan(void) { save_one(world, 2, spoiled(TENSORS - 1)); }
 
-static void save_below_a_file(void) { saver_create(world, in_folder("file/run"), 9, NULL); }
+static void save_below_a_file(void) { saver_create(world, in_folder("file/run"), 9); }
 
 static void a_fault_ends_the_run(void) {
     open_out("disk");
@@ -568,7 +568,7 @@ static void fault(const char* name, const char* path) {
     if (strcmp(name, "none") == 0) return;
     snprintf(out, sizeof(out), "%s", path);
     State* s = state_create(0, rank, ranks);
-    Saver* saver = saver_create(world, apart && odd ? "/tmp/a/folder/of/its/own" : out, 9, NULL);
+    Saver* saver = saver_create(world, apart && odd ? "/tmp/a/folder/of/its/own" : out, 9);
     fill(s, 1);
     save(saver, 1, s);
     checkpoint_wait(saver);

@@ -429,7 +429,7 @@ static char* files_of(const char* out) {
 static void check_saved_again(Model* m, const Settings* s, Ranks* group, const char* folder, const char* name) {
     char* again = host_format("%s/again", folder);
     const StepState state = state_of(m);
-    Saver* saver = saver_create(group, again, 2, NULL);
+    Saver* saver = saver_create(group, again, 2);
     model_save(m, s, saver, 10, data, &state);
     saver_destroy(saver);
     if (ranks_index(group) == 0) {
@@ -472,7 +472,7 @@ static void check_resume(const char* options) {
                 if (i == 0) {
                     want[step] = state;
                     if (step != 10) continue;
-                    Saver* saver = saver_create(group, folder, 2, NULL);
+                    Saver* saver = saver_create(group, folder, 2);
                     model_save(m, &s, saver, 10, data, &state);
                     saver_destroy(saver);
                 } else {
