@@ -172,7 +172,7 @@ void import_weights(Model* m, Ranks* world, const char* option, const char* fold
 
     // All units: read, or initialized where the folder lacks the MTP module.
     int count;
-    CheckpointFile* files = model_files(m, m->settings.optimizer, &count);  // of unit u: weights, then moments
+    CheckpointFile* files = model_files(m, m->run.optimizer, &count);  // of unit u: weights, then moments
     for (int u = 0; u < params_units(&m->config); u++) {
         const int layer = m->units[u].layer;
         if (m->units[u].kind != UNIT_MODULE || has_module(&in, layer)) {

@@ -9,6 +9,7 @@
 #include "device/check.h"
 #include "model/record.h"
 #include "model/report.h"
+#include "parallel/folder.h"
 #include "parallel/watch.h"
 #include "pretrained/evaluate.h"
 #include "pretrained/export.h"
