@@ -19,17 +19,17 @@ enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 enum { MAGIC_U16 = 20240520, VERSION_U16 = 1, MAGIC_U32 = 20240801, VERSION_U32 = 7 };
 
 // An open shard file.
-typedef struct Shard {
+typedef struct ShardFile {
     char* path;
     int fd;
     struct stat status;    // its device and inode identify the file, whatever its path
     int token_bytes;       // 2 or 4
     int64_t tokens;        // tokens in the file, not only those in windows
     int64_t first_window;  // windows of the shards before this one
-} Shard;
+} ShardFile;
 
 // Opens a shard, checks its header against its size, and adds it to the set's windows, tokens and hash.
-static void open_shard(Shards* s, Shard* shard, const char* path) {
+static void open_shard(Shards* s, ShardFile* shard, const char* path) {
     // Open the file.
     shard->path = host_strdup(path);
     shard->fd = open_file(path);
@@ -84,7 +84,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
 }
 
 // The path of the first shard that `others` have too; NULL: none.
-static const char* shared(const Shard* shards, int count, const Shard* others, int other_count) {
+static const char* shared(const ShardFile* shards, int count, const ShardFile* others, int other_count) {
     for (int i = 0; i < count; i++)
         for (int j = 0; j < other_count; j++) {
             const struct stat *a = &shards[i].status, *b = &others[j].status;
@@ -105,7 +105,7 @@ static void open_set(Shards* s, MixtureSet* set) {
                                       : "scripts/prepare_text.py makes shards from text");
     if (rc != 0) die(EXIT_FAILED, "%s: cannot list '%s': %s", s->option, set->pattern, strerror(errno));
     s->count += (int)found.gl_pathc;
-    s->files = (Shard*)realloc(s->files, (size_t)s->count * sizeof(Shard));
+    s->files = (ShardFile*)realloc(s->files, (size_t)s->count * sizeof(ShardFile));
     if (!s->files) die(EXIT_FAILED, "out of host memory for the list of shards");
     set->first = s->windows;
     for (int i = before; i < s->count; i++) open_shard(s, &s->files[i], found.gl_pathv[i - before]);
@@ -190,10 +190,10 @@ const char* shards_shared(const Shards* shards, const Shards* others) {
 }
 
 // The shard of a window; *start gets the byte where the window begins.
-static const Shard* shard_of(const Shards* s, int64_t index, int64_t* start) {
+static const ShardFile* shard_of(const Shards* s, int64_t index, int64_t* start) {
     ASSERT(index >= 0 && index < s->windows);
     // The last shard that starts at the window or before: one without windows starts with the next.
-    const Shard* shard = &s->files[s->count - 1];
+    const ShardFile* shard = &s->files[s->count - 1];
     while (shard->first_window > index) shard--;
     *start = HEADER_BYTES + (index - shard->first_window) * s->T * shard->token_bytes;
     return shard;
@@ -204,7 +204,7 @@ uint32_t shards_sample(const Shards* s) {
     uLong crc = s->hash;
     for (int64_t i = 0; i < SAMPLES; i++) {
         int64_t start;
-        const Shard* shard = shard_of(s, (int64_t)((double)(s->windows - 1) * (double)i / (SAMPLES - 1)), &start);
+        const ShardFile* shard = shard_of(s, (int64_t)((double)(s->windows - 1) * (double)i / (SAMPLES - 1)), &start);
         const int64_t bytes = s->T * shard->token_bytes;
         void* raw = host_alloc((size_t)bytes);
         // A file that cannot be read gives another CRC-32 here, and a message when its windows are read.
@@ -217,7 +217,7 @@ uint32_t shards_sample(const Shards* s) {
 void shards_read(const Shards* s, int64_t index, int32_t V, int32_t* input, int32_t* target) {
     // Read the window.
     int64_t T = s->T, start;
-    const Shard* shard = shard_of(s, index, &start);
+    const ShardFile* shard = shard_of(s, index, &start);
     const int64_t width = shard->token_bytes, bytes = (T + 1) * width;
     char* raw = (char*)host_alloc((size_t)bytes);
     const int64_t got = read_at(shard->fd, raw, bytes, start);
@@ -289,7 +289,7 @@ void loader_read(Loader* loader, int64_t n, const int32_t** input, const int32_t
     // Prefetch: the kernel reads the next micro-batch while this one is used.
     for (int64_t b = 0; b < loader->batch; b++) {
         int64_t start;
-        const Shard* shard = shard_of(s, window_of(loader, &loader->ahead, n + 1, b), &start);
+        const ShardFile* shard = shard_of(s, window_of(loader, &loader->ahead, n + 1, b), &start);
         posix_fadvise(shard->fd, start, (s->T + 1) * shard->token_bytes, POSIX_FADV_WILLNEED);
     }
 }

@@ -26,7 +26,7 @@ typedef struct Shards {
     const char* option;  // of the command line, for messages
     int64_t T;
     int count;
-    struct Shard* files;
+    struct ShardFile* files;
     int64_t windows, tokens;  // of all shards
     uint32_t hash;            // equal for runs on the same data: CRC-32 (zlib) over names (without folder), sizes and
                               // headers, and the parts of several sets

@@ -73,7 +73,7 @@ bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int
     return tiled && at == bytes;
 }
 
-// The first rank that says yes, -1: none.
+// The first rank with a yes; -1: there is none.
 static int first_rank(Ranks* group, bool yes) {
     // Every rank gets all answers, so all find the same rank.
     bool* all = (bool*)host_alloc((size_t)ranks_count(group) * sizeof(bool));

@@ -428,6 +428,9 @@ class Processes(Case):
         (self.dir / "run/.lock").write_text("", "utf-8")
         self.train(out="run", steps=3)
         self.assertEqual((self.dir / "run/.lock").read_text("utf-8"), "")
+        (self.dir / "other/.lock").mkdir(parents=True)
+        self.assertIn("error: other/.lock: Is a directory", self.train(1, out="other", steps=3).stderr)
+        self.assertEqual(snapshot(self.dir / "other"), {})
 
     def test_a_killed_run_holds_no_lock(self):
         with self.start(out="run") as first:
