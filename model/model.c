@@ -310,8 +310,7 @@ Model* model_create(const ModelConfig* c, const RunConfig* s, Ranks* world) {
     sharding_connect(m->sharding, m->world, m->expert_dp, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
     m->pool = pool_create(m->arena[IN_POOL].purpose, windows_pool(m), arena_bytes(&m->arena[IN_POOL]));
-    if (m->config.dense_layers < config_blocks(&m->config))
-        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->ep : NULL, m->pool, m->overflow, m->ctx);
+    if (m->layout.ep > 1) m->dispatch = dispatch_create(m->ep, m->pool, m->overflow, m->ctx);
 
     // The table of rotary positions, and the CUDA graphs.
     real* table = (real*)host_alloc((size_t)(m->shapes.T * m->config.rope) * sizeof(real));
@@ -332,7 +331,7 @@ void model_init(Model* m, uint64_t seed) {
 void model_destroy(Model* m) {
     ctx_sync(m->ctx);
     for (int i = 0; i < GRAPHS; i++) graph_destroy(m->graphs[i]);
-    if (m->dispatch) dispatch_destroy(m->dispatch);
+    dispatch_destroy(m->dispatch);
     pool_destroy(m->pool);
     model_plan_free(m);
     free(m->no_windows);

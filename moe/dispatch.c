@@ -90,18 +90,14 @@ void several_plan_buffers(Arena* a, AllToAll* t, AllToAll* again, const Route* r
               s.C);
 }
 
-// Mean number of ranks that own one of a token's K distinct experts: ep (1 - C(E - El, K) / C(E, K)).
-static double mean_ranks(DispatchShape s) {
-    double none = 1;
-    for (int32_t k = 0; k < s.K; k++) none *= (double)max_i64(s.E - local_experts(s) - k, 0) / (double)(s.E - k);
-    return s.ep * (1 - none);
-}
-
 void dispatch_expect(Route* r, Backend backend) {
     const DispatchShape s = r->shape;
     const double capacity = s.ep == 1 ? 1 : s.capacity;
+    // The mean share of ranks that own none of a token's K distinct experts: C(E - El, K) / C(E, K).
+    double none = 1;
+    for (int32_t k = 0; k < s.K; k++) none *= (double)max_i64(s.E - local_experts(s) - k, 0) / (double)(s.E - k);
     // A rank receives a token once, even if it owns several of its experts. `choices` counts each of them.
-    r->received = min_i64((int64_t)(capacity * (double)s.N * mean_ranks(s)), s.ep * s.N);
+    r->received = min_i64((int64_t)(capacity * (double)s.N * (s.ep * (1 - none))), s.ep * s.N);
     r->choices = (int64_t)(capacity * (double)(s.N * s.K));
     // With windows `send` keeps its largest size, so sorting cannot overflow.
     if (!s.windows) r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
