@@ -86,8 +86,7 @@ Tokenizer* tokenizer_open(const char* path) {
     if (end && strcmp(end, ".json") == 0)
         die(EXIT_USAGE,
             "--tokenizer: %s is for transformers; train_moe reads the .bin of the same name, --tokenizer '%.*s.bin', "
-            "which "
-            "this makes: python3 scripts/tokenizer_json.py '%s'",
+            "which this makes: python3 scripts/tokenizer_json.py '%s'",
             path, (int)(end - path), path, path);
     Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
     t->eot = -1;

@@ -1,5 +1,5 @@
-// The sizes of a model, and the numbers that its training needs. Options set both (model/settings.h); the model itself
-// knows no option.
+// The sizes of a model, and the numbers that its training needs. Options set both (model/settings.h). The code of the
+// model and of its training step includes no header of options.
 #pragma once
 
 #include "layers/rope.h"

@@ -45,12 +45,13 @@ static void replace(char** text, char* by) {
 static void set_for_use(Settings* s, const char* option, const char* folder) {
     s->run.recompute = RECOMPUTE_BLOCK;
     if (*s->sample && !GIVEN(s, run.batch)) s->run.batch = 1;
-    const int length = row_of(offsetof(Settings, run.seq_len));
-    Settings from = {.run = {.seq_len = 1 + (int64_t)strlen(s->prompt) + s->sample_tokens}};
-    if (*s->evaluate) from.run.seq_len = hub_length(folder);
-    char* where = host_format("--%s %s%s: ", option, folder, *s->evaluate ? "/manifest.json" : "");
-    if (!s->given[length]) option_copy(&settings_table[length], s, &from, where);
-    free(where);
+    if (*s->sample && !GIVEN(s, run.seq_len)) s->run.seq_len = 1 + (int64_t)strlen(s->prompt) + s->sample_tokens;
+    if (*s->evaluate && !GIVEN(s, run.seq_len)) {
+        const Settings from = {.run = {.seq_len = hub_length(folder)}};
+        char* where = host_format("--evaluate %s/manifest.json: ", folder);
+        option_copy(&settings_table[row_of(offsetof(Settings, run.seq_len))], s, &from, where);
+        free(where);
+    }
     // Its tokenizer, or where the folder has none that of the text.
     if (*s->tokenizer) return;
     Path tokenizer = tokenizer_of_folder(option, folder);

@@ -21,21 +21,19 @@ struct Outputs {
     const char* build;
     Model* model;
     const Sources* sources;
-    RunLog* log;           // of rank 0; NULL without --out
-    Saver* saver;          // NULL without --out
-    int64_t saved;         // newest step on disk or being written
-    Fetch *state, *load;   // results of the last step queued
-    Fetch* stats;          // of the last step that measured them; NULL without a log and --mx-stats
-    double capacity;       // of the last step queued: the capacity factor; 0 without --dispatch windows
-    int64_t pending;       // the last step queued, 0 if its results are reported already
-    int64_t first;         // the first step of this process
-    StepState last;        // of the last step reported
-    double took, fullest;  // of that step: seconds; tokens of the most loaded expert over the mean
-    double mfu;            // share of the device's bf16 peak; NaN if the peak is not known
-    Stopwatch* watch[2];   // of even and odd steps: one is read while the other runs
-    double shown;          // when a progress line was last printed
-    int64_t left_out;      // steps without such a line
-    double average_ms;     // smoothed, for the ETA
+    RunLog* log;          // of rank 0; NULL without --out
+    Saver* saver;         // NULL without --out
+    int64_t saved;        // newest step on disk or being written
+    Fetch *state, *load;  // results of the last step queued
+    Fetch* stats;         // of the last step that measured them; NULL without a log and --mx-stats
+    double capacity;      // of the last step queued: the capacity factor; 0 without --dispatch windows
+    int64_t pending;      // the last step queued, 0 if its results are reported already
+    int64_t first;        // the first step of this process
+    StepState last;       // of the last step reported
+    Stopwatch* watch[2];  // of even and odd steps: one is read while the other runs
+    double shown;         // when a progress line was last printed
+    int64_t left_out;     // steps without such a line
+    double average_ms;    // smoothed, for the ETA
 };
 
 // Whether an option "every n steps" (0: never) includes this step.
@@ -108,15 +106,16 @@ static NORETURN void end_diverged(const Outputs* o) {
 
 // ---- The results of a step
 
-// A line for people, in columns of fixed widths. val_loss 0: no validation.
-static void print_step(Outputs* o, double val_loss) {
+// A line for people, in columns of fixed widths. took: seconds; load: tokens of the fullest expert over the mean;
+// val_loss 0: no validation.
+static void print_step(Outputs* o, double took, double load, double mfu, double val_loss) {
     const RunConfig* r = &o->settings->run;
     int64_t left = (int64_t)(o->average_ms * (double)(r->steps - o->pending) / 1000);
     const int digits = snprintf(NULL, 0, "%ld", r->steps);
     printf("step %*ld/%ld  loss %7.4f  norm %6.3f  lr %.2e  %6.1f ms  %7.0f tok/s  load %5.2f", digits, o->pending,
-           r->steps, o->last.loss, o->last.grad_norm, run_lr(r, o->pending), 1000 * o->took,
-           (double)r->tokens_per_step / o->took, o->fullest);
-    if (isfinite(o->mfu)) printf("  MFU %4.1f%%", 100 * o->mfu);
+           r->steps, o->last.loss, o->last.grad_norm, run_lr(r, o->pending), 1000 * took,
+           (double)r->tokens_per_step / took, load);
+    if (isfinite(mfu)) printf("  MFU %4.1f%%", 100 * mfu);
     printf("  ETA %2ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
     if (val_loss) printf("  validation %7.4f", val_loss);
     if (o->model->config.mtp) printf("  mtp_loss_1 %7.4f", report_mtp(r, &o->last));
@@ -136,11 +135,11 @@ static void report(Outputs* o, int val, int asks) {
 
     // Results of the device, and the time of the step.
     memcpy(&o->last, fetch_end(o->state), sizeof(StepState));
-    o->took = stopwatch_seconds(o->watch[o->pending % 2]);
-    o->average_ms = o->average_ms > 0 ? 0.9 * o->average_ms + 0.1 * 1000 * o->took : 1000 * o->took;
-    const double tokens_per_s = (double)r->tokens_per_step / o->took, peak = device_peak_flops(m->ctx);
+    const double took = stopwatch_seconds(o->watch[o->pending % 2]);
+    o->average_ms = o->average_ms > 0 ? 0.9 * o->average_ms + 0.1 * 1000 * took : 1000 * took;
+    const double tokens_per_s = (double)r->tokens_per_step / took, peak = device_peak_flops(m->ctx);
     const double flops_per_s = tokens_per_s * flops_per_token(&m->config, r->seq_len);
-    o->mfu = peak > 0 ? flops_per_s / ((double)r->ranks * peak) : NAN;
+    const double mfu = peak > 0 ? flops_per_s / ((double)r->ranks * peak) : NAN;  // NAN: the peak is not known
     const double val_loss = val ? evaluate_loss(m, from->val, from->val_windows) : 0;
 
     // The line of the log. Losses, optimizer and speed.
@@ -150,14 +149,14 @@ static void report(Outputs* o, int val, int asks) {
     runlog_number(&line, "grad_norm", o->last.grad_norm);
     runlog_number(&line, "lr", run_lr(r, o->pending));
     runlog_number(&line, "max_logit", (double)o->last.max_logit);
-    runlog_number(&line, "ms", 1000 * o->took);
+    runlog_number(&line, "ms", 1000 * took);
     runlog_number(&line, "tokens_per_s", tokens_per_s);
-    runlog_number(&line, "mfu", o->mfu);
+    runlog_number(&line, "mfu", mfu);
 
     // Validation, expert loads and memory. In some steps also questions and quantization statistics.
     if (val) runlog_number(&line, "val_loss", val_loss);
     if (val && from->val_bytes > 0) runlog_number(&line, "val_bits_per_byte", val_loss / log(2) / from->val_bytes);
-    o->fullest = report_load(&line, &m->config, (const int64_t*)fetch_end(o->load));
+    const double load = report_load(&line, &m->config, (const int64_t*)fetch_end(o->load));
     runlog_number(&line, "mem_gib", (double)device_peak_memory() / 0x1p30);
     if (o->capacity > 0) runlog_number(&line, "capacity", o->capacity);
     host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", s->tokens_before + o->pending * r->tokens_per_step,
@@ -172,7 +171,7 @@ static void report(Outputs* o, int val, int asks) {
     if (o->log) runlog_add(o->log, line);
     free(line);
     if (val || host_seconds() - o->shown > 0.5 || o->pending == o->first || o->pending == r->steps || !o->last.ok)
-        print_step(o, val_loss);
+        print_step(o, took, load, mfu, val_loss);
     else if (!o->left_out++)
         printf("(at most two steps a second are printed; %slog.jsonl has all)\n", o->log ? "" : "with --out its ");
 

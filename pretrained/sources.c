@@ -12,6 +12,7 @@
 #include "model/report.h"
 #include "pretrained/import.h"
 
+// The command line is parsed first: --out and --resume in it say which record is read.
 Settings sources_settings(Ranks* world, int argc, char** argv, bool* resumes) {
     const Settings parsed = settings_parse(argc, argv);
     const int wanted = parsed.resume && *parsed.out && !parsed.help && !parsed.version;
@@ -91,6 +92,8 @@ static void check_folder(const Sources* from, const Settings* s) {
 // That samples can be made, and are text.
 static void check_samples(const Sources* from, const Settings* s) {
     if (!s->sample_every && !*s->sample) return;
+
+    // The tokenizer must fit the model's vocabulary and the shards.
     const int32_t size = from->tokenizer->size;
     if (size > s->model.V)
         die(EXIT_USAGE, "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld",
@@ -108,6 +111,8 @@ static void check_samples(const Sources* from, const Settings* s) {
             "samples without one",
             s->tokenizer);
     tokenizer_close(bytes);
+
+    // A sample's context is one sequence.
     const int64_t prompt = (int64_t)strlen(s->prompt);
     if (prompt >= s->run.seq_len)
         warn("--prompt has %ld tokens and an end of text before it, more than --seq-len %ld: its beginning is cut",
@@ -132,6 +137,7 @@ static double count_bytes(const Sources* from, const Settings* s) {
     return known ? bytes / (double)(from->val_windows * T) : 0;
 }
 
+// The shards of --val, which are read in the order of their files.
 static void open_validation(Sources* from, Ranks* world, const Settings* s) {
     from->val = open_shards(world, s, "--val", s->val);
     if (!from->val) return;
@@ -147,6 +153,7 @@ static void open_validation(Sources* from, Ranks* world, const Settings* s) {
 
 // ---- Questions
 
+// The files of --eval. Scores need the text of every ending, in bytes.
 static void open_questions(Sources* from, Ranks* world, const Settings* s) {
     const char* name = *s->tokenizer ? s->tokenizer : "bytes";
     const Tokenizer* t = from->tokenizer;
@@ -159,6 +166,8 @@ static void open_questions(Sources* from, Ranks* world, const Settings* s) {
     if (*s->eval)
         from->questions =
             choices_open(s->eval, (int32_t)min_i64(s->model.V, t->size), s->run.seq_len, &from->question_files);
+
+    // The ids of each file are those of the tokenizer: by its hash where the file has one, and token by token.
     for (const Choices* c = from->questions; c < from->questions + from->question_files; c++) {
         if (c->tokenizer && c->tokenizer != tokenizer_hash(t))
             die(EXIT_USAGE,
@@ -210,7 +219,7 @@ Sources sources_open(Ranks* world, const Settings* s, bool resumes) {
     open_validation(&from, world, s);
     if (!from.train) return from;
 
-    // Training.
+    // The order of training, and the hashes that a resumed run compares.
     const DataHash hash = {from.train->hash, tokenizer_hash(from.tokenizer), from.tokenizer->eot};
     from.hash = hash;
     report_data(s, from.train, from.tokenizer);
