@@ -30,9 +30,11 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r,
 
 int grouped_gemm_fuses(const Ctx* ctx) { return 0; }
 
-void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, Ragged r, int64_t C, int64_t F,
-                         Ctx* ctx) {
-    ASSERT(grouped_gemm_fuses(ctx));
+void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, GroupedRows order, Ragged r,
+                         int64_t C, int64_t F, Ctx* ctx) {
+    ASSERT(order == ALL_BY_ROW);
+    grouped_gemm_forward(h, x, w13, r, C, 2 * F, ctx);
+    experts_swiglu_forward(a, h, r, F, ctx);
 }
 
 int32_t grouped_gemm_dgrad_swiglu(ExpertsBackward t, const floatX* dy, const floatX* w2, GroupedRows order, Ragged r,

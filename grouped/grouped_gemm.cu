@@ -326,9 +326,13 @@ void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r,
 }
 
 // W13 is (2 El, F, C). The scheduler's columns are those of gate and up, in whole boxes of both.
-void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, Ragged r, int64_t C, int64_t F,
-                         Ctx* ctx) {
+void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, GroupedRows order, Ragged r,
+                         int64_t C, int64_t F, Ctx* ctx) {
     if (!check_sizes(r, C, F)) return;
+    if (order == ALL_BY_ROW) {
+        grouped_gemm_forward(h, x, w13, r, C, 2 * F, ctx);
+        return experts_swiglu_forward(a, h, r, F, ctx);
+    }
     ASSERT(!ctx->portable);
     const CUtensorMap w = matrix_map(w13, 2 * r.El, F, C, BOX, ctx);
     const Epilogue to = {

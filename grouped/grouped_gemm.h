@@ -22,18 +22,19 @@ void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged ra
 // dx[r] = W_e^T dy[r]
 void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
-// 1: the GEMMs also read an operand by token, (N, columns): its row r is x[row_token[r]]. 0: permute_rows does it, and
-// grouped_gemm_swiglu is not called.
+// 1: the GEMMs below also read an operand by token, (N, columns): its row r is x[row_token[r]]. 0: all operands are by
+// row, and permute_rows has permuted them.
 int grouped_gemm_fuses(const Ctx* ctx);
 typedef enum GroupedRows { ALL_BY_ROW, DY_BY_TOKEN, X_BY_TOKEN } GroupedRows;
 
-// Forward of an expert's first GEMM from x by token, with SwiGLU (grouped/experts.h) in its epilogue: h = W13_e x, a =
-// silu(h_gate) * h_up. w13 (El, 2F, C)
-void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, Ragged ragged, int64_t C, int64_t F,
-                         Ctx* ctx);
-// Dgrad of the second, da' = W2_e^T dy, and the backward of SwiGLU: in the epilogue, or in a kernel of its own, for
-// which da' is written. w2 (El, C, F). The gate's gradients come in parts: drow_gate is (capacity, parts), to be
-// summed. Returns parts, at most grouped_gemm_gate_parts.
+// SwiGLU (grouped/experts.h) is in the epilogues of the next two, or in a kernel of its own.
+//
+// Forward of an expert's first GEMM: h = W13_e x, a = silu(h_gate) * h_up. w13 (El, 2F, C)
+void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, GroupedRows order, Ragged ragged,
+                         int64_t C, int64_t F, Ctx* ctx);
+// Dgrad of the second, da' = W2_e^T dy, and the backward of SwiGLU. A kernel of its own reads da', which the epilogue
+// does not write. w2 (El, C, F). The gate's gradients come in parts: drow_gate is (capacity, parts), to be summed.
+// Returns parts, at most grouped_gemm_gate_parts.
 int32_t grouped_gemm_dgrad_swiglu(ExpertsBackward tensors, const floatX* dy, const floatX* w2, GroupedRows order,
                                   Ragged ragged, int64_t C, int64_t F, Ctx* ctx);
 static inline int32_t grouped_gemm_gate_parts(int64_t F) { return (int32_t)ceil_div(F, 128); }

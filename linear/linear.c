@@ -78,13 +78,12 @@ void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
 
 Rows grouped_forward_swiglu(Rows out, floatX* h, Rows x, const Weight* w13, const Weight* w2, Ragged r, Ctx* ctx) {
     const int64_t F = w2->IC;
-    if (is_by_token(x)) {
-        grouped_gemm_swiglu(h, out.value, x.value, w13->w, r, w13->IC, F, ctx);
-    } else {
+    if (w2->format) {
         grouped_forward(h, x, w13, r, ctx);
-        if (w2->format) return quantized_grouped_swiglu(out, h, w2, r, ctx);
-        experts_swiglu_forward(out.value, h, r, F, ctx);
+        return quantized_grouped_swiglu(out, h, w2, r, ctx);
     }
+    const GroupedRows order = is_by_token(x) ? X_BY_TOKEN : ALL_BY_ROW;
+    grouped_gemm_swiglu(h, out.value, x.value, w13->w, order, r, w13->IC, F, ctx);
     return rows_of_values(out.value, r.capacity, F);
 }
 

@@ -280,7 +280,7 @@ struct ByToken {
 
         grouped_gemm_forward(own_h.dev, x_rows.dev, w13.dev, r, IC, 2 * OC, ctx);
         experts_swiglu_forward(own_a.dev, own_h.dev, r, OC, ctx);
-        grouped_gemm_swiglu(h.dev, a.dev, x_tokens, w13.dev, r, IC, OC, ctx);
+        grouped_gemm_swiglu(h.dev, a.dev, x_tokens, w13.dev, X_BY_TOKEN, r, IC, OC, ctx);
         equal("h", own_h, h), equal("a", own_a, a);
 
         backward(r);

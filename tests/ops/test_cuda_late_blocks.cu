@@ -81,7 +81,7 @@ static void late_fused(void) {
         permute_rows(dy_rows.dev, dy.dev, r, (size_t)C * sizeof(floatX), ctx);
         const ExpertsBackward backward = {dh.dev, gated.dev, dgate.dev, nullptr, h.dev};
         check_late(
-            h, [&] { grouped_gemm_swiglu(h.dev, a.dev, x.dev, w13.dev, r, C, F, ctx); },
+            h, [&] { grouped_gemm_swiglu(h.dev, a.dev, x.dev, w13.dev, X_BY_TOKEN, r, C, F, ctx); },
             [&] {
                 grouped_gemm_dgrad_swiglu(backward, dy_rows.dev, w2.dev, ALL_BY_ROW, r, C, F, ctx);
                 grouped_gemm_wgrad(dw13.dev, NULL, dh.dev, x.dev, X_BY_TOKEN, r, C, 2 * F, 0, ctx);
