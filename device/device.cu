@@ -299,7 +299,7 @@ void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) {
     launch_early(convert<false, floatX>, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }
 
-// Through host memory: calls f(at, count, high, low) for chunks of numbers, with room for the halves of each.
+// Through host memory: calls f(at, count, high, low) for chunks of numbers, with buffers for the halves of each.
 template <typename F>
 static void each_chunk(int64_t n, F f) {
     const int64_t most = 1 << 20;
