@@ -159,10 +159,7 @@ def tokenize(examples, tokenizer):
 
     def encode(texts):
         for packed in tokenizer.encode([text.encode("utf-8", "replace") for text in texts]):
-            ids = array.array(code, packed)
-            if sys.byteorder == "big":
-                ids.byteswap()
-            yield ids
+            yield array.array(code, packed)
 
     for at in range(0, len(examples), BATCH):
         batch = examples[at:at + BATCH]
@@ -187,7 +184,7 @@ def words_of(index, label, context, endings):
 
 def crc_of(tokenizer):
     """CRC-32 of the tokens: a length byte and the bytes of each. End of text and those above 255 bytes have length 0."""
-    table = [*tokenizer.table()]
+    table = [*tokenizer.table]
     table[tokenizer.eot] = b""
     return zlib.crc32(b"".join(bytes([len(token)]) + token if len(token) < 256 else b"\0" for token in table))
 

@@ -367,8 +367,8 @@ def prepare(args):
             if wanted and not writers[split].tokens:
                 raise Failure(next(iter(text.no_text.values()), f"there is no text for {split}: the files are empty, blank or left out"))
             writers[split].finish_file()
-        write_table(table, tokenizer.table(), tokenizer.eot)
-        new.create(f"{prefix}_tokenizer.json").write(tokenizer.json())
+        write_table(table, tokenizer.table, tokenizer.eot)
+        new.create(f"{prefix}_tokenizer.json").write(tokenizer.json)
         new.create(f"{prefix}_tokenizer_config.json").write(config_json(tokenizer.eot_name))
         new.commit([f"{prefix}_tokenizer{end}" for end in (".bin", ".json", "_config.json")] + earlier)
     finally:

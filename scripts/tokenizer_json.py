@@ -16,6 +16,7 @@ import script
 from script import Failure
 
 import argparse
+import io
 import json
 import os
 import pathlib
@@ -26,13 +27,9 @@ import sys
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<｜end▁of▁sentence｜>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 MAX_VOCAB = 1 << 24  # train_moe reads no larger tokenizer
-TABLE_MAGIC = 20240328
+TABLE_MAGIC, HEADER = 20240328, 1024  # bytes of the header, of shards too
 # How GPT-2 splits text. `++` does not backtrack: the same words, and no stack for long runs.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-
-
-class Unfit(Exception):
-    """tiktoken cannot replace this tokenizer.json; the message has the reason."""
 
 
 def byte_level_alphabet():
@@ -102,48 +99,34 @@ def config_json(eot):
 
 
 def split_pattern(config):
-    """The pattern that a pre_tokenizer splits by."""
-    steps = config["pretokenizers"] if config and config["type"] == "Sequence" else [config]
-    *splits, level = steps
-    if not level or level["type"] != "ByteLevel" or level.get("add_prefix_space"):
-        raise Unfit("it is not byte-level, or puts a space before text")
-    if not splits and level.get("use_regex", True):
+    """The pattern at whose matches a pre_tokenizer splits text; None if it does something else."""
+    *splits, level = config["pretokenizers"] if config and config["type"] == "Sequence" else [config]
+    if not level or level["type"] != "ByteLevel" or level.get("add_prefix_space") or len(splits) + level.get("use_regex", True) != 1:
+        return None
+    if not splits:
         return GPT2_PATTERN
-    if len(splits) != 1 or level.get("use_regex", True):
-        raise Unfit(f"it splits text in {len(splits) + level.get('use_regex', True)} steps, not in one")
-    split, = splits
-    pattern = split.get("pattern", {}).get("Regex")
-    if split["type"] != "Split" or not pattern or split["behavior"] != "Isolated" or split["invert"]:
-        raise Unfit(f"it splits text by {split['type']} otherwise than at the matches of a pattern")
-    return pattern
+    isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return splits[0]["pattern"].get("Regex") if isolated.items() <= splits[0].items() else None
 
 
 def tiktoken_parts(config):
-    """(pattern, ranks) of a tokenizer.json; Unfit where tiktoken would merge otherwise."""
-    model = config["model"]
-    if model["type"] != "BPE":
-        raise Unfit(f"its model is {model['type']}, not BPE")
-    for part in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
-        if model.get(part):
-            raise Unfit(f"its model has {part}")
-    normalizer = config.get("normalizer")
-    if normalizer and normalizer.get("normalizers") != []:
-        raise Unfit(f"it normalizes text ({normalizer['type']})")
-    if not all(token["special"] for token in config["added_tokens"]):
-        raise Unfit("it has added tokens that are not special")
+    """The pattern and ranks of a tokenizer.json for tiktoken.Encoding; None where tiktoken would merge otherwise."""
+    model, normalizer, added = config["model"], config.get("normalizer"), config["added_tokens"]
     pattern = split_pattern(config["pre_tokenizer"])
-    alphabet, added = byte_level_alphabet(), {token["content"] for token in config["added_tokens"]}
-    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+    others = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if model["type"] != "BPE" or any(map(model.get, others)) or normalizer and normalizer.get("normalizers") != [] \
+            or not pattern or not all(token["special"] for token in added):
+        return None
+    alphabet, names = byte_level_alphabet(), {token["content"] for token in added}
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     try:
-        ranks = {bytes(alphabet[c] for c in token): i for token, i in model["vocab"].items() if token not in added}
+        ranks = {bytes(alphabet[c] for c in token): i for token, i in model["vocab"].items() if token not in names}
         merges = [tuple(bytes(alphabet[c] for c in part) for part in pair) for pair in merges]
-    except KeyError as error:
-        raise Unfit(f"a token has the character {ascii(error.args[0])}, which stands for no byte") from error
-    if merges != merges_of(ranks):
-        raise Unfit("its merges are not those that follow from the order of its tokens")
-    if len(merges) + 256 != len(ranks):
-        raise Unfit(f"it has {len(ranks)} tokens, not 256 bytes and one for each of {len(merges)} merges")
-    return pattern, ranks
+    except KeyError:  # a character that stands for no byte
+        return None
+    if merges != merges_of(ranks) or len(merges) + 256 != len(ranks):
+        return None
+    return {"pat_str": pattern, "mergeable_ranks": ranks}
 
 
 # ---- The tokens as bytes, and the file that has them
@@ -170,16 +153,21 @@ def added_tokens(config):
     return [(token["content"], token["id"]) for token in config.get("added_tokens") or []]
 
 
-def token_bytes(config):
-    """The bytes of each token of a tokenizer.json, by id. An id without a token has none."""
-    alphabet, kinds, ids, table = byte_level_alphabet(), kinds_of(config), {}, {}
-    pieces = kinds & {"ByteFallback", "Metaspace"}
-    entries = [(text, i, False) for text, i in vocabulary(config)]
-    for text, i, _ in entries:
-        ids.setdefault(text, i)
-    for text, i, added in entries + [(text, i, True) for text, i in added_tokens(config)]:
+def dense(tokens):
+    """Tokens by id. An id without a token has no bytes."""
+    if not tokens:
+        raise Failure("the vocabulary is empty")
+    for i in tokens:
         if type(i) is not int or not 0 <= i < MAX_VOCAB:
-            raise Failure(f"token {text!a} has the id {i!r}; train_moe takes ids below {MAX_VOCAB}")
+            raise Failure(f"a token has the id {i!r}; train_moe takes ids below {MAX_VOCAB}")
+    return [tokens.get(i, b"") for i in range(max(tokens) + 1)]
+
+
+def token_bytes(config):
+    """The bytes of each token of a tokenizer.json, by id."""
+    alphabet, kinds, ids, table = byte_level_alphabet(), kinds_of(config), dict(vocabulary(config)[::-1]), {}
+    pieces = kinds & {"ByteFallback", "Metaspace"}
+    for text, i, added in [(*entry, False) for entry in vocabulary(config)] + [(*entry, True) for entry in added_tokens(config)]:
         # Only an added token may repeat one of the vocabulary, with its id.
         repeats = added and text in ids
         if ids[text] != i if repeats else i in table:
@@ -188,9 +176,7 @@ def token_bytes(config):
             table[i] = bytes(alphabet[c] for c in text)
         else:  # added tokens are plain text, but for SentencePiece's byte tokens and spaces
             table[i] = piece(text) if pieces and (repeats or not added) else text.encode()
-    if not table:
-        raise Failure("the vocabulary is empty")
-    return [table.get(i, b"") for i in range(max(table) + 1)]
+    return dense(table)
 
 
 def find_eot(path, vocab, special, files=()):
@@ -226,29 +212,30 @@ def write_table(file, table, eot):
 
 def check_table(source, table):
     """Failure unless the tokens of a tokenizer.json are those of the table beside it."""
-    data, at, tokens = table.read_bytes(), 1024, []
-    version, count = struct.unpack_from("<II", data, 4)
-    for _ in range(count):
-        length = "<B" if version == 2 else "<I"
-        size, = struct.unpack_from(length, data, at)
-        at += struct.calcsize(length) + size
-        tokens.append(data[at - size: at])
-    own = [b"" if version == 2 and len(token) > 255 else token for token in token_bytes(json.loads(source.read_text("utf-8")))]
-    if own != tokens:
-        raise Failure(f"{source} and {table} are of two tokenizers: {len(own)} and {count} tokens" if len(own) != count else
-                      f"{source} and {table} are of two tokenizers: other bytes in token {next(i for i in range(count) if own[i] != tokens[i])}")
+    given, made = table.read_bytes(), io.BytesIO()
+    tokens = token_bytes(json.loads(source.read_text("utf-8")))
+    if given[4] == 2:  # as 0.1.0 wrote tokens of more than 255 bytes
+        tokens = [token if len(token) < 256 else b"" for token in tokens]
+    write_table(made, tokens, 0)
+    if made.getvalue()[HEADER:] != given[HEADER:]:
+        raise Failure(f"{source} and {table} are of two tokenizers")
+
+
+def tokens_and_eot(path, config, eot_name, files=()):
+    """The tokens of a tokenizer.json as bytes, the name and the id of its end of text, and the source of the name."""
+    tokens, vocab = token_bytes(config), dict([*vocabulary(config)[::-1], *added_tokens(config)])
+    special = {token["content"] for token in config.get("added_tokens") or [] if token.get("special")}
+    eot, named_by = (eot_name, "--eot") if eot_name else find_eot(path, vocab, special, files)
+    if eot not in vocab:
+        raise Failure(f"{named_by} names {eot!a} as the end of text, and the tokenizer has no such token; name another with --eot")
+    return tokens, eot, vocab[eot], named_by
 
 
 def make_table(source, target, eot_name=None):
     """Writes `target` from the tokenizer.json `source`. Returns a line about it."""
     try:
-        config = json.loads(source.read_text("utf-8"))
-        table = token_bytes(config)
-        vocab = dict([*vocabulary(config)[::-1], *added_tokens(config)])
-        special = {token["content"] for token in config.get("added_tokens") or [] if token.get("special")}
-        eot, named_by = (eot_name, "--eot") if eot_name else find_eot(str(source), vocab, special, [("config.json", "eos_token_id")])
-        if eot not in vocab:
-            raise Failure(f"{named_by} names {eot!a} as the end of text, and the tokenizer has no such token")
+        tokens, eot, i, named_by = tokens_and_eot(str(source), json.loads(source.read_text("utf-8")), eot_name,
+                                                  [("config.json", "eos_token_id")])
     except Failure as failure:
         raise Failure(f"{source}: {failure}") from failure
     except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
@@ -256,8 +243,8 @@ def make_table(source, target, eot_name=None):
     if os.path.lexists(target):
         raise Failure(f"{target} is there already; remove it to make it again")
     with script.in_place(target) as part, open(part, "wb") as file:
-        write_table(file, table, vocab[eot])
-    return f"{len(table)} tokens, the end of text is {eot!a} (id {vocab[eot]}) by {named_by}"
+        write_table(file, tokens, i)
+    return f"{len(tokens)} tokens, the end of text is {eot!a} (id {i}) by {named_by}"
 
 
 def main():

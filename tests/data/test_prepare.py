@@ -170,16 +170,10 @@ class Bytes(Prepare):
             eot_name = "end"
 
             def __init__(self, vocab):
-                self.vocab, self.eot = vocab, vocab - 1
+                self.vocab, self.eot, self.table, self.json = vocab, vocab - 1, [b"x"] * vocab, b"{}"
 
             def encode(self, texts):
                 return [prepare_text.pack([self.vocab - 2] * len(t), self.vocab) for t in texts]
-
-            def table(self):
-                return [b"x"] * self.vocab
-
-            def json(self):
-                return b"{}"
 
         for vocab, width in ((65536, 2), (65537, 4)):
             with mock.patch.object(prepare_text, "make_tokenizer", lambda *_, vocab=vocab: Tokenizer(vocab)):
@@ -349,9 +343,9 @@ class Refused(Prepare):
     def test_missing_packages(self):
         a = self.write("a.txt", b"text")
         with mock.patch.dict(sys.modules, {"tokenizers": None, "tiktoken": None}):
-            for option, value, name in (("--tokenizer", "tokenizers:x.json", "tokenizers"), ("--tokenizer", "tiktoken:gpt2", "tiktoken"),
+            for option, value, name in (("--tokenizer", f"tokenizers:{a}", "tokenizers"), ("--tokenizer", "tiktoken:gpt2", "tiktoken"),
                                         ("--train-tokenizer", "300", "tokenizers")):
-                given = option if option == "--train-tokenizer" else f"{option} {name}:..."
+                given = option if option == "--train-tokenizer" else f"{option} {value}: it"
                 self.fails(a, option, value, says=f"error: {given} needs the {name} package: pip install {name}\n")
 
     def test_unreadable_folder(self):

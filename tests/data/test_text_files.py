@@ -527,17 +527,12 @@ class SlowTokenizer(text_tokenizers.LibraryTokenizer):
     eot, eot_name = 0, "end"
 
     def __init__(self):
-        super().__init__("slow", 300)
+        super().__init__("slow", [b"x"] * 300)
+        self.json = b"{}"
 
     def ids(self, texts):
         time.sleep(0.03 if texts and texts[0][:1] < "m" else 0)
         return [list(map(ord, text)) for text in texts]
-
-    def table(self):
-        return [b"x"] * 300
-
-    def json(self):
-        return b"{}"
 
 
 class Jobs(Prepare):
@@ -589,7 +584,7 @@ class Jobs(Prepare):
             def ids(self, texts):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        for tokenizer, says in ((Fails, "--tokenizer: slow: cannot encode: lost"),
+        for tokenizer, says in ((Fails, "--tokenizer slow: cannot encode: lost"),
                                 (Killed, "a process that encodes was killed")):
             printed = self.run_slow(self.corpus(), "--jobs", "2", tokenizer=tokenizer, expect=1)
             self.assertIn(f"prepare_text.py: error: {says}", printed)

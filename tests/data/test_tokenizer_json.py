@@ -3,8 +3,10 @@
 
 transformers' AutoTokenizer must give and decode the ids in the shards. Without transformers, only the byte tokenizer's
 file and tokenizer.bin are tested."""
+import contextlib
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -77,6 +79,17 @@ class Table(Prepare):
             with open(os.path.join(self.folder, "m/tokenizer.bin"), "rb") as file:
                 self.assertEqual(file.read(8)[4], version)
 
+    def test_both_files_have_the_same_tokens(self):
+        """0.1.0 wrote version 2, where a token of more than 255 bytes has none."""
+        source = pathlib.Path(self.write_json({"</s>": 0, "=" * 300: 1}, pre_tokenizer=LEVEL), "tokenizer.json")
+        table = source.with_suffix(".bin")
+        for tokens, same in (([b"</s>", b"=" * 300], True), ([b"</s>", b""], True), ([b"</s>", b"="], False), ([b"</s>"], False),
+                             ([b"</s>", b"=" * 299 + b"-"], False)):
+            with open(table, "wb") as file:
+                tokenizer_json.write_table(file, tokens, 0)
+            with contextlib.nullcontext() if same else self.assertRaisesRegex(tokenizer_json.Failure, "are of two tokenizers"):
+                tokenizer_json.check_table(source, table)
+
     def test_end_of_text(self):
         """config.json, then what prepare_text.py takes: the model's other files, special tokens, any token; --eot is first."""
         names = ("</s>", "<eos>", "<|im_end|>", "end")
@@ -110,8 +123,8 @@ class Table(Prepare):
     def test_refused(self):
         """One line with the reason, and no file."""
         good = {"</s>": 0, "a": 1}
-        for says, *what in (("token 'b' has the id 16777216; train_moe takes ids below 16777216", {"</s>": 0, "b": 2**24}),
-                            ("token 'b' has the id -1", {"</s>": 0, "b": -1}), ("token 'b' has the id 0.5", {"</s>": 0, "b": 0.5}),
+        for says, *what in (("a token has the id 16777216; train_moe takes ids below 16777216", {"</s>": 0, "b": 2**24}),
+                            ("a token has the id -1", {"</s>": 0, "b": -1}), ("a token has the id 0.5", {"</s>": 0, "b": 0.5}),
                             ("token 'b', id 0: the id is another token's", {"</s>": 0, "b": 0}),
                             ("token 'a', id 2: the id is another token's, or the token has another id", good, [(2, "a", False)]),
                             ("token 'c', id 1: the id is another token's", good, [(1, "c", False)]),

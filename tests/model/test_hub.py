@@ -688,7 +688,7 @@ class Export(Case):
         cli.seal_manifest(step, {**record, "files": [file for file in record["files"] if file["name"] != "tokenizer.json"]})
         done = subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, self.dir / "two"], capture_output=True, encoding="utf-8")
         self.assertEqual(done.returncode, 1)
-        self.assertRegex(done.stderr, "tokenizer.json and .*tokenizer.bin are of two tokenizers: other bytes in token 97\n$")
+        self.assertRegex(done.stderr, "tokenizer.json and .*tokenizer.bin are of two tokenizers\n$")
         self.assertFalse((self.dir / "two").exists())
 
     def card(self, step, name="released", **options):
