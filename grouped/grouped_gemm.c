@@ -5,27 +5,30 @@
 // Grouped GEMM on the CPU. Experts have different numbers of rows, so threads take (expert, tile) pairs dynamically.
 // Tile i is an expert's rows from i * TILE on; it is empty for an expert with fewer rows.
 
-// out (rows, columns) = in (rows, depth) W_e for every expert e, or W_e^T.
-static void multiply_rows(floatX* out, const floatX* in, const floatX* w, int transpose, Ragged r, int64_t depth,
-                          int64_t columns) {
-    int64_t most = 0;  // rows of an expert
+static int64_t most_tiles(Ragged r) {
+    int64_t most = 0;
     for (int32_t e = 0; e < r.El; e++) most = max_i64(most, r.group_rows[e]);
-#pragma omp parallel for schedule(dynamic) collapse(2)
-    for (int64_t tile = 0; tile < ceil_div(most, TILE); tile++)
-        for (int32_t e = 0; e < r.El; e++) {
-            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
-            if (rows > 0)
-                gemm(0, transpose, rows, columns, depth, 1, in + at * depth, depth, w + e * depth * columns,
-                     transpose ? depth : columns, 0, out + at * columns, columns);
-        }
+    return ceil_div(most, TILE);
 }
 
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    multiply_rows(y, x, w, 1, r, IC, OC);
+    int64_t tiles = most_tiles(r);
+#pragma omp parallel for schedule(dynamic) collapse(2)
+    for (int64_t tile = 0; tile < tiles; tile++)
+        for (int32_t e = 0; e < r.El; e++) {
+            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
+            if (rows > 0) gemm(0, 1, rows, OC, IC, 1, x + at * IC, IC, w + e * OC * IC, IC, 0, y + at * OC, OC);
+        }
 }
 
 void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    multiply_rows(dx, dy, w, 0, r, OC, IC);
+    int64_t tiles = most_tiles(r);
+#pragma omp parallel for schedule(dynamic) collapse(2)
+    for (int64_t tile = 0; tile < tiles; tile++)
+        for (int32_t e = 0; e < r.El; e++) {
+            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
+            if (rows > 0) gemm(0, 0, rows, IC, OC, 1, dy + at * OC, OC, w + e * OC * IC, IC, 0, dx + at * IC, IC);
+        }
 }
 
 int grouped_gemm_fuses(const Ctx* ctx) { return 0; }
