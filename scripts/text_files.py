@@ -388,7 +388,9 @@ class Text:
             with pyarrow.parquet.ParquetFile(path) as file:
                 self.column_of([column.path for column in file.schema if column.physical_type == "BYTE_ARRAY"])
                 number = 0
-                for batch in file.iter_batches(256, columns=[self.field], use_threads=False):
+                batches = (batch for group in range(file.num_row_groups)  # all groups in one call take twice the memory
+                           for batch in file.iter_batches(256, [group], [self.field], use_threads=False))
+                for batch in batches:
                     column = batch.column(0)
                     while pyarrow.types.is_struct(column.type):  # of field.field
                         column = column.flatten()[0]
