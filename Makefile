@@ -151,8 +151,8 @@ $(1)/%.o: %.c Makefile
 	$$(call run,CC   ,$$(CC) $$(INCLUDES) $$(FLAGS) $$(OWN) $(2) $$(CPPFLAGS) -c $$< -o $$@)
 $(1)/train_moe.o: train_moe.cu Makefile
 	$$(call run,CC   ,$$(CC) $$(INCLUDES) $$(FLAGS) $(2) $$(CPPFLAGS) -x c -c $$< -o $$@)
-# The same seed gives the same weights on every machine: no fused multiply-adds there.
-$(1)/device/random.o: OWN = -ffp-contract=off
+# The same seed gives the same weights on every machine and backend: no fused multiply-adds there.
+$(1)/layers/draw.o: OWN = -ffp-contract=off
 $(1)/parallel/ranks_mpi.o: OWN = $(MPI_FLAGS)
 $(1)/device/version.o: OWN = -DCOMMIT='"$$(COMMIT)"'
 $(1)/device/version.o: $(1)/commit
@@ -169,7 +169,7 @@ $(HOPPER): private GPU_CODE = $(call gpu_code,90)
 CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,device/version $(HOST) $(TESTS_EITHER) $(TESTS_CUDA_RANKS)))
 $(CUDA)/%.o: %.cu Makefile $(CUDA)/archs
 	$(call run,NVCC ,$(NVCC) $(CUDAFLAGS) $(OWN) -c $< -o $@)
-$(CUDA)/device/random.o: OWN = -Xcompiler -ffp-contract=off
+$(CUDA)/layers/draw.o: OWN = --fmad=false
 $(CUDA)/parallel/ranks_mpi.o: OWN = $(MPI_FLAGS)
 $(CUDA)/device/version.o: OWN = -DCOMMIT='"$(COMMIT)"'
 $(CUDA)/device/version.o: $(CUDA)/commit

@@ -51,6 +51,7 @@ const char* const classes[][2] = {
     {"attention", "attention"},
     {"rope_kernel", "rope"},
     {"embedding", "embedding"},
+    {"draw_kernel", "weights at the start"},
     {"choose", "router"},
     {"score_backward", "router"},
     {"count_", "router"},

@@ -25,9 +25,12 @@ static inline BOTH_SIDES void philox(uint32_t out[4], uint64_t seed, uint32_t st
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-// Uniform in (0, 1) with 32 bits: word `index % 4` of philox(seed, stream, index / 4).
-double random_uniform(uint64_t seed, uint32_t stream, uint64_t index);
+// The middle of one of 2^32 cells of (0, 1): never 0 and never 1.
+static inline BOTH_SIDES double uniform_of(uint32_t word) { return ((double)word + 0.5) * 0x1p-32; }
 
-// out[i] = std * z for elements first .. first + n - 1 of `stream`. z is standard normal, truncated at +-3: the inverse
-// of the normal distribution (Wichura 1988, AS 241) at a uniform number, in double. OpenMP over fixed blocks.
-void random_normal(float* out, int64_t n, uint64_t seed, uint32_t stream, uint64_t first, double std);
+// Uniform in (0, 1) with 32 bits: word `index % 4` of philox(seed, stream, index / 4).
+static inline double random_uniform(uint64_t seed, uint32_t stream, uint64_t index) {
+    uint32_t word[4];
+    philox(word, seed, stream, index / 4);
+    return uniform_of(word[index % 4]);
+}

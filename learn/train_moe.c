@@ -74,7 +74,7 @@ static float output[MAX_N * C], final_norm[MAX_N * C], final_rstd[MAX_N];  // (N
 static float logits[MAX_N * VOCAB];                                        // (N, VOCAB)
 
 // Uniform in (0, 1): Philox 4x32-10 (Salmon et al. 2011), four random numbers from a counter. So each weight has its
-// own number, whatever the order of drawing. Program: device/random.c.
+// own number, whatever the order of drawing. Program: device/random.h.
 static double uniform(uint32_t stream, uint64_t index) {
     uint32_t c[4] = {(uint32_t)(index / 4), (uint32_t)(index / 4 >> 32), stream, 0}, key[2] = {SEED, 0};
     for (int round = 0; round < 10; round++) {
@@ -88,7 +88,7 @@ static double uniform(uint32_t stream, uint64_t index) {
     return (c[index % 4] + 0.5) / 4294967296.0;
 }
 
-// Normal with deviation 1, cut at 3: the z with Phi(z) = p, by Newton's method. The program has a rational function.
+// Normal with deviation 1, cut at 3: the z with Phi(z) = p, by Newton's method. Program: layers/normal.h.
 static double normal(uint32_t stream, uint64_t index) {
     const double below = 0.0013498980316300946, p = below + (1 - 2 * below) * uniform(stream, index);  // Phi(-3)
     double z = 0;

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 #include "device/check.h"
-#include "device/random.h"
+#include "layers/draw.h"
 
 int params_units(const ModelConfig* c) { return (int)config_blocks(c) + 2; }
 
@@ -136,6 +136,7 @@ NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int inde
             tensor->shape[1] = p->columns;
             tensor->count = p->rows / halves * p->columns;
             tensor->muon = p->by == MUON;
+            tensor->mean = p->start == ONE;
             tensor->std = p->start == ONE ? 0 : p->start == RESIDUAL ? std / residual : std;
 
             // Those of an expert of another rank have no offset.
@@ -186,26 +187,16 @@ double flops_per_token(const ModelConfig* c, int64_t T) {
 
 // A number depends on the seed, its tensor and its index alone, so every layout begins with the same weights.
 void params_init_unit(Unit* units, int unit, const ModelConfig* c, const Layout* layout, uint64_t seed, Ctx* ctx) {
-    const int64_t chunk = 1 << 20;
-    float* drawn = (float*)host_alloc((size_t)chunk * sizeof(float));
-    real* host = (real*)host_alloc((size_t)chunk * sizeof(real));
     int count;
     NamedTensor* tensors = params_tensors(c, layout, unit, &count);
     for (int i = 0; i < count; i++) {
         const NamedTensor* tensor = &tensors[i];
         const ParamBuffer* p = &units[unit].buffer[tensor->buffer];
-        Slice mine = tensor_slice(tensor, p->owned_from, p->owned);
-        // This rank's part, in chunks through host memory.
-        for (int64_t first = mine.first; first < mine.first + mine.count; first += chunk) {
-            const int64_t n = min_i64(mine.first + mine.count - first, chunk);
-            if (tensor->std > 0)
-                random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, tensor->std);
-            for (int64_t j = 0; j < n; j++) host[j] = tensor->std > 0 ? drawn[j] : 1;
-            const int64_t at = tensor->offset + first - p->owned_from;
-            masters_upload(p->master + at, p->owned_weight + at, host, n, ctx);
-        }
+        const Slice mine = tensor_slice(tensor, p->owned_from, p->owned);  // of this rank
+        const int64_t at = tensor->offset + mine.first - p->owned_from;
+        if (mine.count)
+            masters_draw(p->master + at, p->owned_weight + at, mine.count, tensor->mean, tensor->std, seed,
+                         (uint32_t)unit << 20 | (uint32_t)i, mine.first, ctx);
     }
     free(tensors);
-    free(drawn);
-    free(host);
 }

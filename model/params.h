@@ -74,8 +74,8 @@ typedef struct NamedTensor {
     int64_t offset, count;  // elements; offset -1: an expert of another rank
     int rank;
     int64_t shape[2];
-    double std;  // of its start; 0: ones (norms)
-    int muon;    // 1: Muon trains it with --optimizer muon
+    double mean, std;  // of its start: 0 and a deviation, or 1 and 0 (norms)
+    int muon;          // 1: Muon trains it with --optimizer muon
 } NamedTensor;
 
 int params_units(const ModelConfig* config);  // L + 2 + mtp

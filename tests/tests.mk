@@ -50,7 +50,7 @@ $(1)/tests/fuzz: WRAP = $(FUZZ_WRAP)
 $(1)/tests/model/libtorture.so: tests/model/torture_preload.c Makefile
 	$$(call run,LINK ,$$(CC) -std=gnu11 -O2 -g -fPIC -Wall -Wextra $$(if $$(WERROR),-Werror) -shared $$< -o $$@ -ldl)
 # The reference alone, for the CUDA tests: its functions have the names that the kernels have.
-$(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check device/random layers/rope_table $(filter-out parallel/comm,$(OPS))))
+$(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check layers/rope_table $(filter-out parallel/comm,$(OPS))))
 	$$(call run,LINK ,$$(CC) $$(FLAGS) -shared -Wl$$(COMMA)-Bsymbolic $$^ -o $$@ $$(LDLIBS))
 -include $(addprefix $(1)/,$(addsuffix .d,$(TESTS) $(TESTS_RANKS)))
 endef

@@ -29,40 +29,6 @@ static void philox_streams(void) {
     }
 }
 
-// Any slice of a stream equals that part of the whole, also if it begins inside a block of four.
-static void normal_slices(void) {
-    enum { N = 20000 };
-    float *whole = (float*)host_alloc(N * sizeof(float)), *part = (float*)host_alloc(N * sizeof(float));
-    random_normal(whole, N, 5, 6, 0, 2.0);
-    for (uint64_t first = 1; first < 12; first += 3) {
-        random_normal(part, N - 100, 5, 6, first, 2.0);
-        CHECK(memcmp(part, whole + first, (N - 100) * sizeof(float)) == 0, "slice from %d differs", (int)first);
-    }
-    free(whole);
-    free(part);
-}
-
-// The draws are the inverse distribution function of the uniforms: Phi(z), from the C library's erfc, gives the uniform
-// back. A float32 z below 3 has steps of 2.4e-7, times the density (at most 0.4): 1e-7. A normal cut at 3 has variance
-// 0.97334; 1e6 draws estimate it to 1.3e-3.
-static void normal_distribution(void) {
-    enum { N = 1000000 };
-    float* z = (float*)host_alloc(N * sizeof(float));
-    random_normal(z, N, 11, 12, 0, 1.0);
-    double mean = 0, square = 0, worst = 0, low = 0.5 * erfc(3 / sqrt(2.0));
-    for (int i = 0; i < N; i++) {
-        mean += z[i] / (double)N;
-        square += (double)z[i] * z[i] / N;
-        double back = 0.5 * erfc(-z[i] / sqrt(2.0)),
-               expected = low + (1 - 2 * low) * random_uniform(11, 12, (uint64_t)i);
-        if (fabs(back - expected) > worst) worst = fabs(back - expected);
-        if (fabs(z[i]) > 3) worst = 1;
-    }
-    CHECK(worst < 1.2e-7, "Phi(z) is off by %g", worst);
-    CHECK(fabs(mean) < 5e-3 && fabs(square - 0.97334) < 7e-3, "mean %g, mean square %g", mean, square);
-    free(z);
-}
-
 static void arena_lays_out(void) {
     Arena cpu, cuda;
     floatX* x;
@@ -229,8 +195,6 @@ static void ends_with_reason(void) {
 int main(void) {
     RUN(philox_known_answer);
     RUN(philox_streams);
-    RUN(normal_slices);
-    RUN(normal_distribution);
     RUN(arena_lays_out);
     RUN(folders);
     RUN(kernels_to_ask_for);
