@@ -97,7 +97,7 @@ static void bench(const Case& c) {
     const size_t bytes = arena_bytes(&plan);
     arena_free(&plan);
     void* memory = device_alloc(bytes, "pool");
-    Pool* pool = pool_create("pool of the benchmark", memory, bytes);
+    Pool* pool = pool_create("pool of the benchmark", memory, bytes, (size_t)1 << 30);
     Dispatch* d = dispatch_create(NULL, pool, NULL, ctx);
 
     const double gflop = 2e-9 * (double)(N * K) * (double)C * (double)F;  // of a GEMM with C x F over all rows
@@ -117,7 +117,7 @@ static void bench(const Case& c) {
     moe_take_choices(pool, &m, s);
     router_forward(m.scores, m.route.expert, m.route.gate, x, wr, bias, s.router, ctx);
     dispatch_counts(d, &m.route, ctx);
-    const PoolMark mark = moe_take_forward(pool, &t, &m, s);
+    const size_t mark = moe_take_forward(pool, &t, &m, s);
     dispatch_pack(d, &m.route, &t.exchange, x, &m.x, ctx);
     m.x = dispatch_receive(d, &m.route, &t.exchange, ctx);
     const Ragged r = m.ragged;

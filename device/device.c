@@ -1,6 +1,7 @@
 // The CPU as a device: work runs when it is queued, device memory is host memory, and a Ctx holds the workspace. Most
 // of this file is about the environment: OpenBLAS's kernels and buffers, and the memory that a process may still
 // allocate.
+#include <errno.h>
 #include <omp.h>
 #include <sched.h>
 #include <stdio.h>
@@ -224,6 +225,22 @@ void* device_alloc(size_t bytes, const char* what) {
 }
 
 void device_free(void* p) { free(p); }
+
+char* device_reserve(size_t bytes) {
+    void* p = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) die(EXIT_FAILED, "no addresses for %.2f GiB: %s", (double)bytes / 0x1p30, strerror(errno));
+    return (char*)p;
+}
+
+// The kernel gives memory at the first access, and kills a process when none is left, so the free memory is asked
+// first.
+int device_map(char* at, size_t bytes) {
+    const size_t available = device_free_memory(1);
+    return (!available || bytes <= available) && mprotect(at, bytes, PROT_READ | PROT_WRITE) == 0;
+}
+
+void device_unreserve(char* addresses, size_t mapped, size_t reserved) { munmap(addresses, reserved); }
+
 void device_zero(void* p, size_t bytes, Ctx* ctx) { device_fill(p, 0, bytes, ctx); }
 
 void device_fill(void* p, int byte, size_t bytes, Ctx* ctx) {

@@ -205,6 +205,46 @@ void* device_alloc(size_t bytes, const char* what) {
 
 void device_free(void* p) { CUDA_CHECK(cudaFree(p)); }
 
+// A function of the driver, found at run time: the binary starts without a driver.
+static void* driver_function(const char* name) {
+    void* function;
+    CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault));
+    return function;
+}
+#define DRIVER(function, ...) ((decltype(&function))driver_function(#function))(__VA_ARGS__)
+#define DRIVER_CHECK(call) ASSERT((call) == CUDA_SUCCESS)
+
+char* device_reserve(size_t bytes) {
+    CUdeviceptr p;
+    DRIVER_CHECK(DRIVER(cuMemAddressReserve, &p, bytes, 0, 0, 0));
+    return (char*)p;
+}
+
+int device_map(char* at, size_t bytes) {
+    CUmemAccessDesc access = {};
+    CUmemAllocationProp properties = {};
+    CUmemGenericAllocationHandle memory;
+    if (!bytes) return 1;
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    CUDA_CHECK(cudaGetDevice(&properties.location.id));
+    const CUresult result = DRIVER(cuMemCreate, &memory, bytes, &properties, 0);
+    if (result == CUDA_ERROR_OUT_OF_MEMORY) return 0;
+    DRIVER_CHECK(result);
+    access.location = properties.location;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    DRIVER_CHECK(DRIVER(cuMemMap, (CUdeviceptr)at, bytes, 0, memory, 0));
+    DRIVER_CHECK(DRIVER(cuMemSetAccess, (CUdeviceptr)at, bytes, &access, 1));
+    DRIVER_CHECK(DRIVER(cuMemRelease, memory));  // freed when it is unmapped
+    return 1;
+}
+
+void device_unreserve(char* addresses, size_t mapped, size_t reserved) {
+    CUDA_CHECK(cudaDeviceSynchronize());
+    if (mapped) DRIVER_CHECK(DRIVER(cuMemUnmap, (CUdeviceptr)addresses, mapped));
+    DRIVER_CHECK(DRIVER(cuMemAddressFree, (CUdeviceptr)addresses, reserved));
+}
+
 // 16 bytes a thread and iteration. p and the size are multiples of 16.
 static __global__ void zero(uint4* p, size_t vectors) {
     wait_for_previous();

@@ -1,5 +1,3 @@
-// A stack in chunks. Chunks never move while memory is taken, so addresses stay valid. A mark is a chunk and a height
-// in it; release goes back to a mark.
 #include "device/pool.h"
 
 #include <stdlib.h>
@@ -7,80 +5,83 @@
 #include "device/check.h"
 #include "device/device.h"
 
-// A range of device memory; bytes is its whole size.
-typedef struct Chunk {
-    char* memory;
-    size_t bytes;
-} Chunk;
-
-// The pool grows by a sixteenth or more each time, so it has 14 times its first size before the list is full.
-enum { MOST_CHUNKS = 48 };
-
-// top: where the next buffer begins. table: buffers to take next (pool_take_table).
+// Heights 0 to first - 1 are in the caller's memory, heights from `first` on in `range`. top: where the next buffer
+// begins. table: buffers to take next (pool_take_table).
 struct Pool {
     const char* purpose;
-    Chunk chunks[MOST_CHUNKS];  // the first belongs to the caller
-    int count;
-    PoolMark top;
+    char *memory, *range;
+    size_t first, mapped, most;  // bytes: the caller's, those of range that have memory, all of range
+    size_t top, warned;
+    double load;
     Arena table;
 };
 
-static void add_chunk(Pool* pool, void* memory, size_t bytes) {
-    const Chunk chunk = {(char*)memory, bytes};
-    ASSERT(pool->count < MOST_CHUNKS);
-    pool->chunks[pool->count++] = chunk;
+static double gib(size_t bytes) { return (double)bytes / 0x1p30; }
+
+// Memory for `need` bytes of the range and, if it is there, a twentieth more: the next steps often need a little more.
+static void grow(Pool* pool, size_t need) {
+    ASSERT(need <= pool->most);
+    const size_t sizes[] = {min_size(device_pages(need + need / 20), pool->most), device_pages(need)};
+    for (int i = 0; i < 2; i++) {
+        if (!device_map(pool->range + pool->mapped, sizes[i] - pool->mapped)) continue;
+        pool->mapped = sizes[i];
+        const size_t all = pool->first + pool->mapped;
+        if (all < 2 * pool->warned) return;
+        warn_here(
+            "the %s grew from %.3f to %.3f GiB: this rank has %.2f times its share of the choices; --capacity sets "
+            "its first size",
+            pool->purpose, gib(pool->warned), gib(all), pool->load);
+        pool->warned = all;
+        return;
+    }
+    die(EXIT_FAILED,
+        "out of memory: the %s has %.2f GiB and needs %.2f, %.2f are free: this rank has %.2f times its share of the "
+        "choices; use --resume with a smaller --batch, or more of --shard and --recompute",
+        pool->purpose, gib(pool->first + pool->mapped), gib(pool->first + need), gib(device_free_memory(1)),
+        pool->load);
 }
 
-Pool* pool_create(const char* purpose, void* memory, size_t bytes) {
+Pool* pool_create(const char* purpose, void* memory, size_t bytes, size_t most) {
     Pool* pool = (Pool*)host_alloc(sizeof(Pool));
     pool->purpose = purpose;
+    pool->most = device_pages(most + 1);
+    pool->range = device_reserve(pool->most);
     arena_init(&pool->table, purpose, BACKEND);
-    add_chunk(pool, memory, bytes);
+    if (memory)
+        pool_move(pool, memory, bytes);
+    else if (device_map(pool->range, device_pages(bytes)))
+        pool->mapped = device_pages(bytes);
+    else
+        die(EXIT_FAILED, "out of memory: %.2f GiB for the %s, %.2f are free; --dry-run shows what needs how much",
+            gib(bytes), purpose, gib(device_free_memory(1)));
+    pool->warned = pool->first + pool->mapped;
     return pool;
 }
 
-// Frees the chunks that were added.
-static void free_added(Pool* pool) {
-    while (pool->count > 1) device_free(pool->chunks[--pool->count].memory);
-}
-
-// The caller frees the old first chunk, because it belongs to the caller.
 void pool_move(Pool* pool, void* memory, size_t bytes) {
-    const PoolMark bottom = {0, 0};
-    free_added(pool);
-    pool->count = 0;
-    add_chunk(pool, memory, bytes);
-    pool->top = bottom;
+    pool->memory = (char*)memory;
+    pool->first = bytes;
+    pool->top = 0;
 }
 
 void pool_destroy(Pool* pool) {
-    free_added(pool);
+    device_unreserve(pool->range, pool->mapped, pool->most);
     arena_free(&pool->table);
     free(pool);
 }
 
-// Adds a chunk of at least `need` bytes, and at least a sixteenth of the pool. Steps that need more are often followed
-// by others that need a little more.
-static void grow(Pool* pool, size_t need) {
-    size_t all = 0, megabyte = (size_t)1 << 20;
-    for (int i = 0; i < pool->count; i++) all += pool->chunks[i].bytes;
-    size_t bytes = (max_size(need, all / 16) + megabyte - 1) / megabyte * megabyte;
-    warn_here("the %s grew by %.0f MiB to %.2f GiB: expert loads are uneven; --capacity sets its first size",
-              pool->purpose, (double)bytes / 0x1p20, (double)(all + bytes) / 0x1p30);
-    add_chunk(pool, device_alloc(bytes, pool->purpose), bytes);
-}
-
-// A buffer does not span chunks. The rest of a chunk stays empty if the buffer does not fit.
 void* pool_take(Pool* pool, size_t bytes) {
     bytes = (bytes + 255) / 256 * 256;
-    while (bytes > pool->chunks[pool->top.chunk].bytes - pool->top.at) {
-        if (pool->top.chunk + 1 == pool->count) grow(pool, bytes);
-        pool->top.chunk++;
-        pool->top.at = 0;
-    }
-    pool->top.at += bytes;
-    return pool->chunks[pool->top.chunk].memory + pool->top.at - bytes;
+    // A buffer is in the caller's memory or in the range.
+    size_t at = pool->top + bytes <= pool->first ? pool->top : max_size(pool->top, pool->first);
+    pool->top = at + bytes;
+    if (at < pool->first) return pool->memory + at;
+    at -= pool->first;
+    if (at + bytes > pool->mapped) grow(pool, at + bytes);
+    return pool->range + at;
 }
+
+void pool_load(Pool* pool, double load) { pool->load = load; }
 
 Arena* pool_table(Pool* pool) { return &pool->table; }
 
@@ -92,5 +93,5 @@ void pool_take_table(Pool* pool) {
     pool->table.count = 0;
 }
 
-PoolMark pool_mark(const Pool* pool) { return pool->top; }
-void pool_release(Pool* pool, PoolMark mark) { pool->top = mark; }
+size_t pool_mark(const Pool* pool) { return pool->top; }
+void pool_release(Pool* pool, size_t mark) { pool->top = mark; }

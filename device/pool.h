@@ -1,30 +1,32 @@
 // Device memory for arrays whose size is known only in the step, such as the rows of the experts. It is a stack. A
 // block keeps its saved tensors until the next micro-step, which begins with an empty pool. Other buffers are released
-// at the end of the function that took them. The size is planned. A step that needs more allocates another chunk, with
-// a warning; no tokens are dropped:
+// at the end of the function that took them. No tokens are dropped: the pool has addresses for the most that a step can
+// need, and memory at the first of them. A step that needs more gets more, and nothing moves:
 //
-//   chunk 0 (planned)                          chunk 1 (allocated in the step that needed it)
-//   | layer 1 | layer 2 | layer 3 | too small | | layer 4      | free        |
-//                                                              ^ top {chunk 1, at}
+//   | layer 1 | layer 2 | layer 3 | free | addresses without memory |
+//                                 ^ top  ^ bytes                    ^ most
 #pragma once
 
 #include "device/arena.h"
 
 typedef struct Pool Pool;
-typedef struct PoolMark {  // a height of the stack
-    int chunk;
-    size_t at;
-} PoolMark;
 
-// Chunk 0 is `memory` of `bytes` bytes, which the caller owns. pool_move replaces chunk 0, frees the added chunks and
-// empties the stack.
-Pool* pool_create(const char* purpose, void* memory, size_t bytes);
+// `bytes` of memory, and up to `most` more as steps need it. memory: the first bytes, which the caller owns (symmetric
+// memory), or NULL. pool_move replaces them and empties the stack.
+Pool* pool_create(const char* purpose, void* memory, size_t bytes, size_t most);
 void pool_move(Pool* pool, void* memory, size_t bytes);
 void pool_destroy(Pool* pool);
-void* pool_take(Pool* pool, size_t bytes);  // aligned to 256 bytes, contents undefined
+
+// Aligned to 256 bytes, contents undefined. A pool that grows has at most 1.1 times the most that was taken so far, and
+// 64 MiB, or what it had at first. It warns each time that it has doubled. Without memory the run ends with a message,
+// which says the load: this rank's choices over their mean, which pool_load sets.
+void* pool_take(Pool* pool, size_t bytes);
+void pool_load(Pool* pool, double load);
+
 // A table of buffers: pool_take_table takes all buffers in it at once, sets their slots and empties it. So plan and
 // allocation use the same table.
 Arena* pool_table(Pool* pool);
 void pool_take_table(Pool* pool);
-PoolMark pool_mark(const Pool* pool);
-void pool_release(Pool* pool, PoolMark mark);  // frees all memory taken since the mark
+
+size_t pool_mark(const Pool* pool);          // the height of the stack, in bytes; 0: empty
+void pool_release(Pool* pool, size_t mark);  // frees all memory taken since the mark

@@ -50,3 +50,4 @@ static inline BOTH_SIDES int64_t max_i64(int64_t a, int64_t b) { return a > b ? 
 static inline BOTH_SIDES int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline BOTH_SIDES int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }  // to a multiple of b
 static inline size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
+static inline size_t min_size(size_t a, size_t b) { return a < b ? a : b; }

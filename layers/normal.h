@@ -17,8 +17,12 @@ static inline BOTH_SIDES double polynomial(const double* c, double x) {
     return sum;
 }
 
-// ln x for x > 0 that is not subnormal. x = m 2^e with sqrt(1/2) <= m < sqrt(2), and ln m = 2 (s + s^3 / 3 + s^5 / 5
-// ...) with s = (m - 1) / (m + 1). |s| < 0.172, so the terms after the eighth are below 4e-14 of the first.
+// ln x for x > 0 that is not subnormal:
+//
+//   x = m 2^e,  sqrt(1/2) <= m < sqrt(2)
+//   ln m = 2 (s + s^3 / 3 + s^5 / 5 + ...),  s = (m - 1) / (m + 1)
+//
+// |s| is below 0.172. So the terms after the eighth are below 4e-14 of the first.
 static inline BOTH_SIDES double natural_log(double x) {
     const double terms[8] = {2.0, 2.0 / 3, 2.0 / 5, 2.0 / 7, 2.0 / 9, 2.0 / 11, 2.0 / 13, 2.0 / 15};
     const int64_t root_of_half = 0x3fe6a09e667f3bcd;

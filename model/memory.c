@@ -149,6 +149,19 @@ static void report_items(const Model* m, Backend build) {
     printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, gib(total));
 }
 
+// The largest load of a rank, over the mean, with which the run fits: by bisection, to a thousandth.
+static double load_that_fits(const Model* m, size_t available, Backend build) {
+    const int64_t blocks = config_blocks(&m->config) - m->config.dense_layers;
+    const size_t others = memory_planned(m, build) - arena_bytes(&m->arena[IN_POOL]);
+    double fits = m->shapes.moe.capacity, fails = (double)m->run.ep;
+    if (others + moe_bytes(m->shapes.moe, blocks, fails, build) <= available) return fails;
+    while (fails - fits > 1e-3) {
+        const double middle = (fits + fails) / 2;
+        *(others + moe_bytes(m->shapes.moe, blocks, middle, build) <= available ? &fits : &fails) = middle;
+    }
+    return fits;
+}
+
 // The predicted time of a step, and the share of each class of kernels.
 static void report_prediction(const Model* m) {
     static const char* const classes[] = {"grouped GEMM", "dense GEMM",   "attention", "head and loss",
@@ -183,7 +196,11 @@ void memory_report(const Settings* s, int running) {
     printf("memory     %s%.2f GiB a rank in the %s build", answer, gib(needed + context), names[build]);
     if (available) printf(", %.2f GiB %s", gib(given ? given : available + context), given ? "on the GPU" : "free");
     printf("\n");
-    if (proposal) printf("           %s\n", proposal);
+    if (proposal)
+        printf("           %s\n", proposal);
+    else if (available && s->run.ep > 1 && s->model.dense_layers < s->model.L)
+        printf("           up to %.2f times the mean load on a rank; %ld is all tokens on one\n",
+               load_that_fits(&m, available, build), s->run.ep);
 
     // Model, checkpoints, time.
     report_model(s);

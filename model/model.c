@@ -309,7 +309,10 @@ Model* model_create(const ModelConfig* c, const RunConfig* s, Ranks* world) {
     if (m->layout.ranks > 1) connect(m, world);
     sharding_connect(m->sharding, m->world, m->expert_dp, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
-    m->pool = pool_create(m->arena[IN_POOL].purpose, windows_pool(m), arena_bytes(&m->arena[IN_POOL]));
+    const Arena* pool = &m->arena[IN_POOL];
+    const int64_t moe_blocks = config_blocks(&m->config) - m->config.dense_layers;
+    m->pool = pool_create(pool->purpose, windows_pool(m), arena_bytes(pool),
+                          moe_bytes(m->shapes.moe, moe_blocks, INFINITY, BACKEND));
     if (m->layout.ep > 1) m->dispatch = dispatch_create(m->ep, m->pool, m->overflow, m->ctx);
 
     // The table of rotary positions, and the CUDA graphs.

@@ -8,8 +8,7 @@
 void model_forward(Model* m, int train) {
     const int head = (int)m->config.L + 1;
     // A micro-batch begins with an empty pool: no activations of the one before are needed.
-    const PoolMark bottom = {0, 0};
-    pool_release(m->pool, bottom);
+    pool_release(m->pool, 0);
     m->shapes.moe.windows = train && m->windows;  // validation has no step to run again
     m->mtp = train && m->config.mtp;
 

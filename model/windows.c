@@ -9,10 +9,7 @@ void* windows_pool(Model* m) {
     if (m->no_windows && m->run.dispatch == DISPATCH_WINDOWS)
         die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
     m->windows = m->shapes.moe.windows && !m->no_windows;
-    if (!m->windows) {
-        arena_allocate(a);
-        return a->memory;
-    }
+    if (!m->windows) return NULL;
     m->overflow = (real*)device_alloc(sizeof(real), "overflows");
     m->overflowed = fetch_create(sizeof(real));
     device_zero(m->overflow, sizeof(real), m->ctx);

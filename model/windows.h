@@ -5,7 +5,7 @@
 
 #include "model/model.h"
 
-// The memory of the pool, symmetric if the run has windows. Sets model->windows and no_windows.
+// The symmetric memory of the pool, NULL without windows. Sets model->windows and no_windows.
 void* windows_pool(Model* model);
 void windows_close(Model* model);
 

@@ -160,7 +160,7 @@ void several_counts(Dispatch* d, Route* r, Ctx* ctx) {
     const DispatchShape s = r->shape;
     const int64_t N = s.N, P = s.ep;
     // rank (N, P): the ranks of each token. own (P, 2): tokens and choices for each rank. all (P, P, 2): of all ranks.
-    PoolMark mark = pool_mark(d->pool);
+    const size_t mark = pool_mark(d->pool);
     int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(N * P) * sizeof(int32_t));
     int64_t* own = (int64_t*)pool_take(d->pool, (size_t)(2 * P) * sizeof(int64_t));
     int64_t* all = (int64_t*)pool_take(d->pool, (size_t)(2 * P * P) * sizeof(int64_t));

@@ -21,7 +21,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
 
     // 2. All-to-all: tokens to the ranks of their experts. The shared MLP's first GEMM and its activation overlap.
     dispatch_counts(d, route, ctx);
-    const PoolMark mark = moe_take_forward(pool, &t, saved, s);
+    const size_t mark = moe_take_forward(pool, &t, saved, s);
     weight_measure(w.w13, STATS_X, s.formats.dispatch ? s.formats.dispatch : w.w13->format, x, N, s.router.C, ctx);
     dispatch_pack(d, route, &t.exchange, x, &saved->x, ctx);
     dispatch_start(d, route, &t.exchange, ctx);
@@ -49,7 +49,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
                   Dispatch* d, Pool* pool, Ctx* ctx) {
     Route* route = &saved->route;
     const Ragged ragged = saved->ragged;
-    const PoolMark mark = pool_mark(pool);
+    const size_t mark = pool_mark(pool);
     const int64_t N = s.router.N;
     MoeBackwardBuffers t;
     moe_take_backward(pool, &t, saved, s);

@@ -51,6 +51,8 @@ typedef struct MoeSaved {
 
 // Names in `pool` the saved tensors of `blocks` MoE blocks, and the buffers of one block in backward (dispatch_expect).
 void moe_plan(Arena* pool, MoeShape shape, int64_t blocks);
+// Bytes of that plan with another capacity factor, or with the largest: all tokens of all ranks.
+size_t moe_bytes(MoeShape shape, int64_t blocks, double capacity, Backend backend);
 size_t moe_workspace(MoeShape shape);
 
 // y (N, C) =. In training counts += the load and margins of this rank's tokens (moe/router.h). Takes *saved from the

@@ -1,5 +1,6 @@
 #include "moe/moe_buffers.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "device/check.h"
@@ -78,11 +79,12 @@ void moe_take_choices(Pool* pool, MoeSaved* saved, MoeShape s) {
     pool_take_table(pool);
 }
 
-PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s) {
+size_t moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s) {
     // Saved tensors come before the mark, and the buffers of forward after it.
+    pool_load(pool, (double)saved->route.choices / (double)(s.router.N * s.router.K));
     plan_routed(pool_table(pool), saved, s);
     pool_take_table(pool);
-    const PoolMark mark = pool_mark(pool);
+    const size_t mark = pool_mark(pool);
     plan_forward(pool_table(pool), t, saved, s);
     pool_take_table(pool);
     t->out_rows = t->x_rows.value;
@@ -116,4 +118,14 @@ void moe_plan(Arena* pool, MoeShape s, int64_t blocks) {
     if (blocks) plan_backward(pool, &t, &saved, s);  // forward takes less
     // The slots point into saved and t, which end with this function.
     for (int64_t i = first; i < pool->count; i++) pool->entries[i].slot = NULL;
+}
+
+size_t moe_bytes(MoeShape s, int64_t blocks, double capacity, Backend backend) {
+    Arena plan;
+    arena_init(&plan, "", backend);
+    s.capacity = fmin(capacity, DISPATCH_MOST_CAPACITY * (double)s.ep);
+    moe_plan(&plan, s, blocks);
+    const size_t bytes = arena_bytes(&plan);
+    arena_free(&plan);
+    return bytes;
 }

@@ -26,5 +26,5 @@ typedef struct MoeBackwardBuffers {
 
 void moe_take_choices(Pool* pool, MoeSaved* saved, MoeShape s);  // before the counts of the all-to-all are known
 // Needs the counts in saved->route. The mark is behind the saved tensors: releasing it frees *t alone.
-PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s);
+size_t moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s);
 void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* saved, MoeShape s);

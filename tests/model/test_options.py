@@ -871,6 +871,19 @@ class Reports(Case):
         words = said.removeprefix("it fits with ").split()
         return total, None if said.startswith("no --ep, --shard, --recompute or --batch fits") else dict(zip(words[::2], words[1::2]))
 
+    def test_load_that_fits(self):
+        """The second line has the largest load of a rank with which the run fits: as --capacity it fits, and a little more does not."""
+        options = {"--model": "16b", "--ranks": 8, "--ep": 8, "--shard": "weights", "--seq-len": 4096, "--batch": 3, "--precision": "mxfp8"}
+        for gib, least, most in ((72, 1.25, 2), (100, 2, 5), (10**4, 8, 8)):
+            done = self.call([PROGRAM, "--dry-run", "--gpu-memory", str(gib), *(str(word) for pair in options.items() for word in pair)])
+            load = float(re.search(r"\n           up to ([\d.]+) times the mean load on a rank; 8 is all tokens on one\n", done.stdout)[1])
+            self.assertTrue(least <= load <= most, load)
+            for capacity, fits in ((load - 0.006, True), (load + 0.006, load == 8)):
+                total, _ = self.plan(10**6, {**options, "--capacity": capacity})
+                self.assertEqual(total <= gib, fits, f"{capacity}: {total} GiB of {gib}")
+        done = self.call([PROGRAM, "--dry-run", "--gpu-memory", 80, "--model", "small"])
+        self.assertNotIn("mean load", done.stdout)
+
     def all_plans(self, options):
         """What a run needs with each combination of the options that a proposal may have, in their order, and how many are refused."""
         def doubled(low, high):

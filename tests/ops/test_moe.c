@@ -5,12 +5,16 @@
 
 #include "device/pool.h"
 #include "moe/moe.h"
+#include "tests/dies.h"
 #include "tests/oracle.h"
 #include "tests/weight.h"
 
 // --- The pool ---
 
-// The number of messages that `pool` grew while `use` ran.
+enum { ROOM = 10 * 256, MOST = 300 << 20 };
+static char* pool_memory;  // the caller's, or NULL
+
+// The warnings of `use`.
 static int growths(void (*use)(Pool*), Pool* pool) {
     FILE* said = tmpfile();
     int before = dup(2), count = 0;
@@ -19,49 +23,63 @@ static int growths(void (*use)(Pool*), Pool* pool) {
     dup2(before, 2);
     close(before);
     rewind(said);
-    for (char line[256]; fgets(line, sizeof(line), said);) count += strstr(line, "the pool of a test grew by") != NULL;
+    for (char line[256]; fgets(line, sizeof(line), said);)
+        count += strstr(line, "the pool of a test grew from") != NULL;
     fclose(said);
     return count;
 }
 
-enum { ROOM = 10 * 256, MEGABYTE = 1 << 20 };
-static char* pool_memory;
-
 static void use_pool(Pool* pool) {
-    static char *grown, *large;  // addresses in the first run
-    PoolMark empty = pool_mark(pool);
+    static char* behind[2];  // of the first run, without the caller's memory and with it
+    const size_t empty = pool_mark(pool);
     char *a = pool_take(pool, 1), *b = pool_take(pool, 257), *none = pool_take(pool, 0);
-    CHECK(a == pool_memory && b == a + 256 && none == b + 512, "%td, %td", b - a, none - b);
-    PoolMark mark = pool_mark(pool);
+    CHECK((!pool_memory || a == pool_memory) && b == a + 256 && none == b + 512, "%td, %td", b - a, none - b);
+    size_t mark = pool_mark(pool);
     char* c = pool_take(pool, ROOM - 3 * 256);  // all of the rest
     CHECK(c == none, "%td behind", c - none);
     pool_release(pool, mark);
     CHECK(pool_take(pool, 5) == c, "released memory was not given again");
 
-    char* d = pool_take(pool, ROOM);  // more than is left: the pool grows by a megabyte
-    CHECK(d + ROOM <= pool_memory || d >= pool_memory + ROOM, "the same memory twice");
-    CHECK((uintptr_t)d % 256 == 0 && (!grown || d == grown), "not aligned, or not what grew before");
-    memset(grown = d, 1, ROOM);
+    // More than is left. Nothing moves, and memory that was there keeps its values.
+    memset(a, 3, 768);
+    char* d = pool_take(pool, ROOM);
+    CHECK(!pool_memory || d + ROOM <= pool_memory || d >= pool_memory + ROOM, "the same memory twice");
+    CHECK((uintptr_t)d % 256 == 0 && (!behind[!!pool_memory] || d == behind[!!pool_memory]), "not aligned, or moved");
+    memset(behind[!!pool_memory] = d, 1, ROOM);
     mark = pool_mark(pool);
-    char* e = pool_take(pool, MEGABYTE - ROOM);
-    CHECK(e == d + ROOM, "not behind it: %td", e - d);
-    char* f = pool_take(pool, 3 * MEGABYTE);
-    memset(f, 2, 3 * MEGABYTE);
-    CHECK(!large || f == large, "not what grew before");
-    large = f;
+    for (int i = 0; i < 5; i++) {
+        char* e = pool_take(pool, (size_t)20 << 20);
+        CHECK(e == d + ROOM + ((size_t)i * 20 << 20), "buffer %d is not behind the one before", i);
+        memset(e, 2, (size_t)20 << 20);
+    }
+    CHECK(a[0] == 3 && a[767] == 3 && d[ROOM - 1] == 1, "other buffers changed");
     pool_release(pool, mark);
-    CHECK(pool_take(pool, 1) == e, "not where the mark was");
-    CHECK(pool_take(pool, 2 * MEGABYTE) == f, "a chunk was not used again");
+    CHECK(pool_take(pool, 1) == d + ROOM, "not where the mark was");
     pool_release(pool, empty);
 }
 
+// 100 MiB are taken in steps of 20, and a twentieth more each time. Without the caller's memory the pool has one page
+// of 2 MiB, then 22, 44 and 106 at the warnings; with it 2, 22 and 64.
 static void test_pool(void) {
-    pool_memory = device_alloc(ROOM, "a test");
-    Pool* pool = pool_create("pool of a test", pool_memory, ROOM);
-    int first = growths(use_pool, pool), again = growths(use_pool, pool);
-    CHECK(first == 2 && again == 0, "%d growths, then %d", first, again);
-    pool_destroy(pool);
-    device_free(pool_memory);
+    for (int caller = 0; caller < 2; caller++) {
+        pool_memory = caller ? device_alloc(ROOM, "a test") : NULL;
+        Pool* pool = pool_create("pool of a test", pool_memory, ROOM, MOST);
+        int first = growths(use_pool, pool), again = growths(use_pool, pool);
+        CHECK(first == 3 && again == 0, "%d growths, then %d", first, again);
+        pool_destroy(pool);
+        if (caller) device_free(pool_memory);
+    }
+}
+
+// A step that needs more than there is ends with the load, both sizes, and what helps.
+static void too_large(void) {
+    Pool* pool = pool_create("pool of a test", NULL, 3 << 20, (size_t)1 << 40);
+    pool_load(pool, 3.5);
+    pool_take(pool, (size_t)1 << 39);
+}
+static void test_pool_ends_with_reason(void) {
+    DIES(too_large, "the pool of a test has 0.00 GiB and needs 512.00", "3.50 times its share");
+    DIES(too_large, "--resume with a smaller --batch", "--recompute");
 }
 
 // --- A whole block on one rank ---
@@ -96,7 +114,7 @@ static void run_block(void* arg) {
     size_t room = b->pool_room < 0 ? (size_t)planned(b) : (size_t)b->pool_room;
     b->memory = memset(kept_bytes(room), 0xff, room);  // NaN, and -1
     Ctx* ctx = ctx_create(moe_workspace(s));
-    Pool* pool = pool_create("pool of a test", b->memory, room);
+    Pool* pool = pool_create("pool of a test", b->memory, room, MOST);
     Dispatch* dispatch = dispatch_create(NULL, pool, NULL, ctx);
     b->drouter = copied(b->drouter_before, E * C);
     b->dw13 = copied(b->dw13_before, E * 2 * F * C), b->dw2 = copied(b->dw2_before, E * C * F);
@@ -109,7 +127,7 @@ static void run_block(void* arg) {
     b->expert = poisoned_ints(N * s.router.K);
     // Forward of all blocks, then backward in reverse order.
     MoeSaved saved[3];
-    PoolMark mark[3];
+    size_t mark[3];
     for (int i = 0; i < b->blocks; i++) {
         mark[i] = pool_mark(pool);
         const BalanceCounts counts = {i == 0 ? b->load : NULL, NULL};
@@ -260,6 +278,7 @@ static void test_plan_of_block(void) {
 
 int main(void) {
     RUN(test_pool);
+    RUN(test_pool_ends_with_reason);
     RUN(test_block);
     RUN(test_plan_of_block);
     return test_summary();

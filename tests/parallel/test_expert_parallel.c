@@ -125,10 +125,10 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     device_zero(overflow, sizeof(*overflow), ctx);
     memset(before, 0xff, room);  // NaN, and -1
     device_upload(memory, before, room, ctx);
-    Pool* pool = pool_create("pool of a test", memory, room);
+    Pool* pool = pool_create("pool of a test", memory, room, (size_t)1 << 30);
     Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, overflow, ctx);
     MoeSaved saved[BLOCKS];
-    PoolMark mark[BLOCKS];
+    size_t mark[BLOCKS];
     for (int b = 0; b < BLOCKS; b++) {
         mark[b] = pool_mark(pool);
         const BalanceCounts counts = {b ? NULL : load, NULL};
