@@ -1,15 +1,21 @@
 // Weights and gradients of a unit, and rotary positions: for blocks, the MTP module and passes.
 #include "model/block.h"
 
+void unit_quantized(Model* m, Unit* u) {
+    for (int b = 0; b < BUFFERS; b++) u->version[b] = weights_version(m->sharding, b);
+}
+
 Unit* unit_begin(Model* m, int unit, int next) {
     Unit* u = &m->units[unit];
     // Waits for this unit's weights, and starts to gather the next unit's.
     weights_get(m->sharding, unit, m->ctx);
     weights_start(m->sharding, next);
     // Quantized copies are made once for each version of the weights.
-    for (int i = 0; i < PARAMS && u->version != weights_version(m->sharding); i++)
-        if (u->at[i] >= 0) weight_quantize(&u->w[i], m->ctx);
-    u->version = weights_version(m->sharding);
+    for (int i = 0; i < PARAMS; i++) {
+        const int b = param_buffer((ParamId)i);
+        if (u->at[i] >= 0 && u->version[b] != weights_version(m->sharding, b)) weight_quantize(&u->w[i], m->ctx);
+    }
+    unit_quantized(m, u);
     return u;
 }
 

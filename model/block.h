@@ -6,6 +6,8 @@
 // Between begin and end, unit->w holds the unit's weights: gathered, and quantized again if they have changed. `next`
 // is prefetched meanwhile (out of range: none).
 Unit* unit_begin(Model* model, int unit, int next);
+// The quantized copies of a unit are those of its weights now.
+void unit_quantized(Model* model, Unit* unit);
 void unit_end(Model* model, int unit);
 // Between begin and end, ops write or accumulate the unit's gradients. `end` starts their reduction over the ranks:
 // sharded gradients in every micro-step, replicated ones in the last. The last adds their squares to state->grad_sq.

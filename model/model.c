@@ -328,7 +328,7 @@ Model* model_create(const ModelConfig* c, const RunConfig* s, Ranks* world) {
 void model_init(Model* m, uint64_t seed) {
     for (int u = 0; u < params_units(&m->config); u++)
         params_init_unit(m->units, u, &m->config, &m->layout, seed, m->ctx);
-    weights_changed(m->sharding, m->ctx);
+    weights_changed(m->sharding, 1, m->ctx);
 }
 
 void model_destroy(Model* m) {

@@ -104,8 +104,8 @@ typedef struct Step {
     float mtp_weight;          // weight of the MTP loss
 } Step;
 
-// Captured graphs: 16 kinds of micro-steps (model/step.c), and two of updates (model/update.c).
-enum { UPDATE_GRAPH = 16, GRAPHS = 18 };
+// Captured graphs: 24 kinds of micro-steps (model/step.c), and two of updates (model/update.c).
+enum { UPDATE_GRAPH = 24, GRAPHS = 26 };
 
 typedef struct Model {
     ModelConfig config;

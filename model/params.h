@@ -64,7 +64,7 @@ typedef struct Unit {
     int64_t at[PARAMS];  // offsets into its buffer in elements, -1 where the unit has no such parameter
     ParamBuffer buffer[BUFFERS];
     Weight w[PARAMS];  // as ops take them, from unit_begin to unit_end (model/model.h)
-    int64_t version;   // of the weights that were quantized (parallel/sharding.h)
+    int64_t version[BUFFERS];  // of the weights that were quantized (parallel/sharding.h)
 } Unit;
 
 // A slice of a unit that carries a Hugging Face name.

@@ -142,7 +142,7 @@ static char* load_step(Model* m, Ranks* world, const char* out, int64_t step, co
     if (why) return why;
     StepState state = {.updates = json_int(manifest, "updates", -1)};
     device_upload(m->step.state, &state, sizeof(state), m->ctx);
-    weights_changed(m->sharding, m->ctx);
+    weights_changed(m->sharding, 1, m->ctx);
     if (optimizer != m->run.optimizer)
         printf("optimizer  was %s: the %s of the matrices that Muon trains start at zero\n",
                optimizer == MUON ? "muon" : "adamw", optimizer == MUON ? "AdamW moments" : "momenta");

@@ -1,5 +1,6 @@
 // The micro-steps of a training step (gradient accumulation), replayed as CUDA graphs if possible (device/graph.h).
 #include "device/random.h"
+#include "model/block.h"
 #include "model/windows.h"
 
 enum { KEY_STREAM = 0xFFFFFFFFu - 2 };  // apart from the streams of the weights (model/params.h)
@@ -48,14 +49,17 @@ static void micro_step(void* model) { forward_and_backward((Model*)model, 0); }
 static void last_micro_step(void* model) { forward_and_backward((Model*)model, 1); }
 
 void model_micro_step(Model* m, int last) {
-    // Micro-steps of a kind give the device the same work. After a change of the weights it also quantizes them.
-    const int quantizes = m->units[0].version != weights_version(m->sharding);
+    // Micro-steps of a kind give the device the same work. After a change of the weights it also quantizes them: all,
+    // or the dense ones.
+    int quantizes = 0;
+    for (int b = 0; b < BUFFERS && m->shapes.moe.formats.any; b++)
+        quantizes += m->units[0].version[b] != weights_version(m->sharding, b);
     Graph* graph = m->gemms.stats ? NULL : m->graphs[m->step.first | last << 1 | m->step.late << 2 | quantizes << 3];
     graph_run(graph, last ? last_micro_step : micro_step, m, m->ctx);
     // Host state, which a replayed graph does not change.
     m->step.first = 0;
     m->gemms.before += m->layout.ranks;
-    for (int u = 0; u < params_units(&m->config); u++) m->units[u].version = weights_version(m->sharding);
+    for (int u = 0; u < params_units(&m->config); u++) unit_quantized(m, &m->units[u]);
 }
 
 void model_gradient(Model* m, Loader* loader, int64_t step) {

@@ -65,7 +65,7 @@ void model_update(Model* m, int stop) {
     const double one = 1;
     if (stop) device_upload(&m->step.state->stop, &one, sizeof(one), m->ctx);
     graph_run(m->graphs[UPDATE_GRAPH + m->step.waits[EXPERT_PARAMS]], update, m, m->ctx);
-    // Gathered and quantized copies of the weights are old now.
-    weights_changed(m->sharding, m->ctx);
+    // Gathered and quantized copies of the weights are old now, but not those of experts that wait.
+    weights_changed(m->sharding, !m->layout.muon || !m->step.waits[EXPERT_PARAMS], m->ctx);
     m->gemms.stats = NULL;
 }

@@ -26,10 +26,10 @@ struct Sharding {
     int count;
     ParamBuffer** units;  // (count) x (BUFFERS)
     Comm *world, *expert_dp;
-    Ctx* side_stream;  // all-gathers and reductions, in the order of the calls
-    Event* handover;   // one stream waits for the work of the other so far
-    Event** gathered;  // (count): the unit's weights have arrived
-    int64_t version;   // counts changes of the weights
+    Ctx* side_stream;          // all-gathers and reductions, in the order of the calls
+    Event* handover;           // one stream waits for the work of the other so far
+    Event** gathered;          // (count): the unit's weights have arrived
+    int64_t version[BUFFERS];  // counts changes of the weights. Those of dense ones are changes of any
     Slot slots[SLOTS];
 };
 
@@ -127,10 +127,10 @@ void sharding_follow(Sharding* s, Ctx* next, Ctx* before) {
 }
 
 // All-gathers a unit's weights: those in a slot (slotted 1), or the replicated ones (slotted 0).
-static void gather(Sharding* s, int unit, int slotted) {
+static void gather(Sharding* s, int unit, int slotted, int experts) {
     for (int i = 0; i < BUFFERS; i++) {
         const ParamBuffer* p = &s->units[unit][i];
-        if (p->shard == SHARD_NONE || slotted_weight(p) != slotted) continue;
+        if (p->shard == SHARD_NONE || slotted_weight(p) != slotted || (i == EXPERT_PARAMS && !experts)) continue;
         comm_all_gather(comm_of(s, i), p->weight, p->owned_weight, (size_t)p->part * sizeof(floatX), s->side_stream);
     }
     event_record(s->gathered[unit], s->side_stream);
@@ -140,13 +140,13 @@ void weights_start(Sharding* s, int unit) {
     if (unit < 0 || unit >= s->count || !communicates(s)) return;
     // Nothing is to do if the newest version of these weights is in the slot or in flight.
     Slot* slot = slot_of(s, unit);
-    if (slot->unit == unit && slot->version == s->version) return;
+    if (slot->unit == unit && slot->version == s->version[DENSE_PARAMS]) return;
 
     // The slot's old weights must no longer be in use.
     event_wait(slot->free, s->side_stream);
-    gather(s, unit, 1);
+    gather(s, unit, 1, 1);
     slot->unit = unit;
-    slot->version = s->version;
+    slot->version = s->version[DENSE_PARAMS];
 }
 
 void weights_get(Sharding* s, int unit, Ctx* ctx) {
@@ -159,14 +159,15 @@ void weights_release(Sharding* s, int unit, Ctx* ctx) {
 }
 
 // Replicated weights (--shard optimizer and grads) are gathered at once, sharded ones by weights_start.
-void weights_changed(Sharding* s, Ctx* ctx) {
-    s->version++;
+void weights_changed(Sharding* s, int experts, Ctx* ctx) {
+    s->version[DENSE_PARAMS]++;
+    s->version[EXPERT_PARAMS] += experts;
     if (!communicates(s)) return;
     sharding_follow(s, s->side_stream, ctx);
-    for (int u = 0; u < s->count; u++) gather(s, u, 0);
+    for (int u = 0; u < s->count; u++) gather(s, u, 0, experts);
 }
 
-int64_t weights_version(const Sharding* s) { return s->version; }
+int64_t weights_version(const Sharding* s, int buffer) { return s->version[buffer]; }
 
 // A slot has the gradients of another unit: it may be overwritten when these have been reduced.
 void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {

@@ -112,9 +112,10 @@ void sharding_destroy(Sharding* sharding);
 void weights_start(Sharding* sharding, int unit);
 void weights_get(Sharding* sharding, int unit, Ctx* ctx);
 void weights_release(Sharding* sharding, int unit, Ctx* ctx);
-// The owned weights have changed (start, resume, update): gathered copies are out of date.
-void weights_changed(Sharding* sharding, Ctx* ctx);
-int64_t weights_version(const Sharding* sharding);  // the number of these changes, from 1
+// The owned weights have changed (start, resume, update): gathered copies are out of date. experts 0: those of the
+// experts have not, as in an update in which the experts wait.
+void weights_changed(Sharding* sharding, int experts, Ctx* ctx);
+int64_t weights_version(const Sharding* sharding, int buffer);  // the number of its changes, from 1
 
 // grads_get makes ctx wait until the unit's gradient buffers are free, and sets `fresh`. All buffers are fresh in a
 // step's first micro-step, buffers in a slot always. Otherwise gradients accumulate (gradient accumulation).

@@ -200,7 +200,7 @@ void import_weights(Model* m, Ranks* world, const char* option, const char* fold
         }
     if (predicts_more) printf("weights    layers from %ld on are left out: they are MTP modules (--mtp)\n", layers);
 
-    weights_changed(m->sharding, m->ctx);
+    weights_changed(m->sharding, 1, m->ctx);
 
     for (int i = 0; i < in.count; i++) st_close(in.files[i]);
     free((void*)in.files);

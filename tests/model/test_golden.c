@@ -42,7 +42,7 @@ static void load_golden_weights(Model* m, const SafeTensors* st) {
         device_upload(m->bias + layer * m->config.E, bias, (size_t)m->config.E * sizeof(real), m->ctx);
         free(bias);
     }
-    weights_changed(m->sharding, m->ctx);
+    weights_changed(m->sharding, 1, m->ctx);
 }
 
 // The selected experts in every MoE block are exactly the golden's, in its order (best first).

@@ -436,6 +436,29 @@ static void experts_every_second_step(void) {
     for (int i = 0; i < 2; i++) model_destroy(m[i]);
 }
 
+// Experts that wait are not quantized again, and all other weights are. A number of each copy is overwritten before a
+// step, by one that four bits and a scale cannot have. A copy that still has it was not quantized.
+static void experts_that_wait_are_not_quantized(void) {
+    Model* m = fresh(SMALL
+                     "--batch 2 --kv-lora 32 --dense-ffn 64 --expert-ffn 32 --optimizer muon --warmup 0 "
+                     "--muon-expert-steps 3 --precision mxfp4");
+    const ParamId ids[] = {W13, W2, WO};
+    const real mark = 1e-3 / 3;
+    for (int64_t step = 1; step <= 7; step++) {
+        accumulate_step(m, 2, step);
+        for (int i = 0; i < 3; i++) {
+            const Weight* w = &m->units[2].w[ids[i]];
+            const int quantized = *w->forward.value != mark;
+            // The update before step 4 and that before step 7 changed the experts.
+            CHECK(quantized == (param_buffer(ids[i]) == DENSE_PARAMS || step % 3 == 1), "step %d, weight %d: %d",
+                  (int)step, i, quantized);
+            device_upload(w->forward.value, &mark, sizeof(mark), m->ctx);
+        }
+        model_update(m, 0);
+    }
+    model_destroy(m);
+}
+
 // No two tensors of a step have a stream of random numbers in common, over layers, the MTP module, experts and their
 // ranks. A linear layer has the same on every rank, where the rows have other numbers.
 static void tensors_have_their_own_streams(void) {
@@ -490,6 +513,7 @@ int main(void) {
     RUN(schedules);
     RUN(bad_step);
     RUN(experts_every_second_step);
+    if (!BF16) RUN(experts_that_wait_are_not_quantized);
     RUN(tensors_have_their_own_streams);
     return test_summary();
 }

@@ -492,6 +492,12 @@ static void test_casts_are_read(void) {
         }
 }
 
+// Whether the quantized copies of all blocks count as those of their weights now.
+static void blocks_quantized(Model* m, int now) {
+    for (int64_t l = 0; l < m->config.L; l++)
+        for (int b = 0; b < BUFFERS; b++) m->units[l + 1].version[b] = now ? weights_version(m->sharding, b) : 0;
+}
+
 // Quantized weights follow an update: the loss after it is that of weights quantized just now, not that of the old
 // copies.
 static void test_casts_follow_the_weights(void) {
@@ -500,13 +506,13 @@ static void test_casts_follow_the_weights(void) {
         one_step(m, 1);
         model_update(m, 0);
         double followed = one_step(m, 0);
-        for (int64_t l = 0; l < m->config.L; l++) m->units[l + 1].version = 0;
+        blocks_quantized(m, 0);
         double cast_now = one_step(m, 0);
         one_step(m, 1);
         model_update(m, 0);
-        for (int64_t l = 0; l < m->config.L; l++) m->units[l + 1].version = weights_version(m->sharding);
+        blocks_quantized(m, 1);
         double old = one_step(m, 0);
-        for (int64_t l = 0; l < m->config.L; l++) m->units[l + 1].version = 0;
+        blocks_quantized(m, 0);
         CHECK(followed == cast_now, "after an update the loss is %.9g, cast again %.9g", followed, cast_now);
         CHECK(one_step(m, 0) != old, "old casts give the same loss, %.9g", old);
         model_destroy(m);
