@@ -126,7 +126,7 @@ static void bench(const Case& c) {
     const Sums sums = {t.out_rows, r, m.route.gate, NULL, 0};
     auto gather = [&] { rows = rows_permute(t.x_rows, m.x, r, ctx); };
     auto first = [&] {
-        act = grouped_forward_swiglu(t.a, m.h, rows_gathered(t.x_rows, m.x, NULL, 0, r, ctx), &w13, &w2, r, ctx);
+        act = grouped_forward_swiglu(t.a, m.h, rows_gathered(t.x_rows, m.x, NULL, r, ctx), &w13, &w2, r, ctx);
     };
     auto second = [&] { grouped_forward(t.out_rows, act, &w2, r, ctx); };
     auto sum = [&] { combine_receive(d, &m.route, &t.exchange, sums, y, 0, NULL, ctx); };
@@ -151,7 +151,7 @@ static void bench(const Case& c) {
         dh = grouped_dgrad_swiglu(b.dh_quantized, &dh_wgrad, &sums_dx.gate_parts, tensors, b.experts.da, dy_rows, &w2,
                                   &w13, r, ctx);
     };
-    auto first_dgrad = [&] { dy_rows = rows_gathered(b.dy_rows, dy_here, NULL, F, r, ctx), dgrad2(); };
+    auto first_dgrad = [&] { dy_rows = rows_gathered(b.dy_rows, dy_here, NULL, r, ctx), dgrad2(); };
     auto dgrad13 = [&] { grouped_dgrad(b.dx_rows, dh, &w13, r, ctx); };
     auto sum_dx = [&] { combine_receive(d, &m.route, &b.exchange, sums_dx, dx, 0, b.dgate, ctx); };
     auto wgrad2 = [&] { grouped_wgrad(&w2, dy_rows, b.wgrad_dy, gated, b.wgrad_a, r, ctx); };

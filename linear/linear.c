@@ -109,8 +109,8 @@ void grouped_wgrad(const Weight* w, Rows dy, Rows dy_memory, Rows x, Rows x_memo
     }
 
     // The GEMM gathers an operand by token, or reads it by row.
-    if (is_by_token(dy)) dy = rows_gathered(dy_memory, dy, w->wgrad, w->IC, r, ctx);
-    if (is_by_token(x)) x = rows_gathered(x_memory, x, w->wgrad, w->OC, r, ctx);
+    if (is_by_token(dy)) dy = rows_gathered(dy_memory, dy, w->wgrad, r, ctx);
+    if (is_by_token(x)) x = rows_gathered(x_memory, x, w->wgrad, r, ctx);
     if (w->format || w->wgrad) {
         dy = quantized_wgrad_rows(w, STATS_DY, dy, dy_memory, r, ctx);
         x = quantized_wgrad_rows(w, STATS_X, x, x_memory, r, ctx);

@@ -53,7 +53,7 @@ Rows rows_permute(Rows out, Rows tokens, Ragged r, Ctx* ctx) {
     return out;
 }
 
-Rows rows_gathered(Rows out, Rows tokens, const Format* format, int64_t other, Ragged r, Ctx* ctx) {
-    const int gathers = !format && !tokens.format && other <= GATHER_WIDTH && grouped_gemm_fuses(ctx);
+Rows rows_gathered(Rows out, Rows tokens, const Format* format, Ragged r, Ctx* ctx) {
+    const int gathers = !format && !tokens.format && grouped_gemm_fuses(ctx);
     return gathers ? tokens : rows_permute(out, tokens, r, ctx);
 }

@@ -45,8 +45,5 @@ Rows rows_pack(Rows out, Rows x, const Format* format, Ctx* ctx);
 
 // The rows of the ragged buffer from their tokens, in the form of the tokens, in out's buffers. Pad rows are zeros.
 Rows rows_permute(Rows out, Rows tokens, Ragged ragged, Ctx* ctx);
-// The same for GEMMs in `format` with weights (columns, other) or (other, columns): the tokens themselves where the
-// GEMMs gather their rows (grouped/grouped_gemm.h). With a wide `other` GEMMs by row save more time than the
-// permutation takes.
-enum { GATHER_WIDTH = 1024 };
-Rows rows_gathered(Rows out, Rows tokens, const Format* format, int64_t other, Ragged ragged, Ctx* ctx);
+// The same for GEMMs in `format`: the tokens themselves where these gather their rows (grouped/grouped_gemm.h).
+Rows rows_gathered(Rows out, Rows tokens, const Format* format, Ragged ragged, Ctx* ctx);

@@ -31,7 +31,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
     // 3. The received tokens into rows, sorted by expert.
     const Ragged ragged = saved->ragged;
     permute_plan(ragged, t.exchange.received_expert, t.exchange.received_gate, route->received, s.router.K, ctx);
-    const Rows rows = rows_gathered(t.x_rows, saved->x, w.w13->format, 0, ragged, ctx);
+    const Rows rows = rows_gathered(t.x_rows, saved->x, w.w13->format, ragged, ctx);
 
     // 4. Each expert's MLP: W2 swiglu(W13 x).
     const Rows a = grouped_forward_swiglu(t.a, saved->h, rows, w.w13, w.w2, ragged, ctx);
@@ -73,7 +73,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     // 4. da' = dy W2; da = gate da', dgate = <da', a> and dh; dx = dh W13. With several ranks the sums that combine
     // sends overwrite the received dy, so W2's wgrad needs a copy of its rows.
     const Rows dy_rows = s.ep > 1 ? rows_permute(t.dy_rows, dy_here, ragged, ctx)
-                                  : rows_gathered(t.dy_rows, dy_here, w.w2->format, s.F, ragged, ctx);
+                                  : rows_gathered(t.dy_rows, dy_here, w.w2->format, ragged, ctx);
     const ExpertsBackward tensors = {t.experts.dh, t.experts.a, t.drow_gate, NULL, saved->h};
     int32_t gate_parts;
     Rows dh_wgrad;

@@ -174,6 +174,8 @@ class Case:
         self.torture.counts["failing calls"] += 1
         self.torture.counts["failing calls that a run survived"] += ended.code == 0
         self.about = [line for line in log.read_text("utf-8").splitlines() if line.endswith("FAILED")]
+        if any(f"/{step(4)}/manifest.json" in line for line in self.about):  # before the step is saved again
+            self.unreadable = [step(4)]
         check(ended.proper, ended)
         check(ended.code or fresh or ended.resumed == 2, "began anew", ended)
         self.check_checkpoints()
