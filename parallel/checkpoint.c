@@ -381,6 +381,8 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
 
     // The thread writes the files.
     int rc = pthread_create(&s->thread, NULL, saver_thread, s);
-    if (rc != 0) die(EXIT_FAILED, "cannot start the thread that writes %s: %s", s->folder.text, strerror(rc));
+    if (rc != 0)
+        die(EXIT_FAILED, "cannot start the thread that writes %s: %s (too little memory, or too many threads)",
+            s->folder.text, strerror(rc));
     s->running = true;
 }
