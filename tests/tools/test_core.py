@@ -22,8 +22,8 @@ CORE = {  # names of a folder's files, without their suffixes
     "device": "arena check cpu cuda device files graph kernels lt mma options pool random threads types values version wgmma",
     "data": "mixture order shards",
     "parallel": "launch param_buffer ranks ranks_one sharding",
-    "layers": "activation adamw attention attention_backward attention_backward_dkv attention_backward_dq attention_forward attention_parts buffer_list "
-              "embedding loss matmul muon rmsnorm rope rope_table rows sort step swiglu",
+    "layers": "activation adamw attention attention_backward attention_backward_dkv attention_backward_dq attention_forward attention_parts buffer_list draw "
+              "embedding loss matmul muon normal rmsnorm rope rope_table rows sort step swiglu",
     "grouped": "experts grouped_gemm grouped_gemm_gather grouped_gemm_parts grouped_gemm_ptx grouped_gemm_swiglu permute tile_scheduler",
     "linear": "linear rows",
     "moe": "balance dispatch_one dispatch_ops moe moe_buffers router router_cpu",
