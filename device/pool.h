@@ -3,23 +3,23 @@
 // at the end of the function that took them. No tokens are dropped: the pool has addresses for the most that a step can
 // need, and memory at the first of them. A step that needs more gets more, and nothing moves:
 //
-//   | layer 1 | layer 2 | layer 3 | free | addresses without memory |
-//                                 ^ top  ^ bytes                    ^ most
+//   | block 1 | block 2 | block 3 | free | addresses without memory |
+//                                 ^ top  ^ has memory               ^ most
 #pragma once
 
 #include "device/arena.h"
 
 typedef struct Pool Pool;
 
-// `bytes` of memory, and up to `most` more as steps need it. memory: the first bytes, which the caller owns (symmetric
-// memory), or NULL. pool_move replaces them and empties the stack.
+// A pool with `bytes` of memory at first, and up to `most` as steps need it. memory: the first bytes are the caller's
+// (symmetric memory), and up to `most` more follow. pool_move replaces them and empties the stack.
 Pool* pool_create(const char* purpose, void* memory, size_t bytes, size_t most);
 void pool_move(Pool* pool, void* memory, size_t bytes);
 void pool_destroy(Pool* pool);
 
-// Aligned to 256 bytes, contents undefined. A pool that grows has at most 1.1 times the most that was taken so far, and
-// 64 MiB, or what it had at first. It warns each time that it has doubled. Without memory the run ends with a message,
-// which says the load: this rank's choices over their mean, which pool_load sets.
+// Aligned to 256 bytes, contents undefined. A pool that grows has at most 1.05 times the most that was taken so far,
+// and 2 MiB, or what it had at first. It warns each time that it has doubled. Without memory the run ends with a
+// message, which says the load: this rank's choices over their mean, which pool_load sets.
 void* pool_take(Pool* pool, size_t bytes);
 void pool_load(Pool* pool, double load);
 

@@ -31,7 +31,7 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r,
         }
 }
 
-int grouped_gemm_fuses(const Ctx* ctx) { return 0; }
+int grouped_gemm_gathers(const Ctx* ctx) { return 0; }
 
 void grouped_gemm_swiglu(floatX* h, floatX* a, const floatX* x, const floatX* w13, GroupedRows order, Ragged r,
                          int64_t C, int64_t F, Ctx* ctx) {

@@ -298,7 +298,7 @@ bool check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
 
 }  // namespace
 
-int grouped_gemm_fuses(const Ctx* ctx) { return !ctx->portable; }
+int grouped_gemm_gathers(const Ctx* ctx) { return !ctx->portable; }
 
 // The operand to gather. A kernel that gathers does not read its map of that operand.
 static Tokens tokens_of(const floatX* x, const Ragged& r, int64_t columns) {

@@ -24,7 +24,7 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged ra
 
 // 1: the GEMMs below also read an operand by token, (N, columns): its row r is x[row_token[r]]. 0: all operands are by
 // row, and permute_rows has permuted them.
-int grouped_gemm_fuses(const Ctx* ctx);
+int grouped_gemm_gathers(const Ctx* ctx);
 typedef enum GroupedRows { ALL_BY_ROW, DY_BY_TOKEN, X_BY_TOKEN } GroupedRows;
 
 // SwiGLU (grouped/experts.h) is in the epilogues of the next two, or in a kernel of its own.

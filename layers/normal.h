@@ -1,7 +1,8 @@
 // The inverse of the normal distribution function, in double: AS 241, routine PPND16 (Wichura 1988).
 //
-// The CPU and the GPU give the same bits. Sums, products, quotients and square roots are exact by IEEE 754. Libraries'
-// logarithms differ, so this file has its own of these operations. Its users are compiled without fused multiply-adds.
+// The CPU and the GPU give the same bits. IEEE 754 rounds sums, products, quotients and square roots correctly.
+// Libraries' logarithms differ, so this file has its own of these operations. Its users are compiled without fused
+// multiply-adds.
 #pragma once
 
 #include <math.h>
@@ -58,7 +59,7 @@ static inline BOTH_SIDES double normal_quantile(double p) {
         return q * polynomial(a, r) / polynomial(b, r);
     }
 
-    // The tail: a ratio of polynomials in sqrt(-ln p). At 3 sigma sqrt(-ln p) is 2.58, so the far tail of AS 241, from
+    // The tail: a ratio of polynomials in sqrt(-ln p). At 3 sigma sqrt(-ln p) is 2.57, so the far tail of AS 241, from
     // 5 on, is left out.
     const double r = sqrt(-natural_log(q < 0 ? p : 1 - p)) - 1.6, z = polynomial(c, r) / polynomial(d, r);
     return q < 0 ? -z : z;

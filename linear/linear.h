@@ -31,7 +31,7 @@ typedef struct Weight {
     const Format* wgrad;       // of the operands of wgrad
     WeightCopy forward, back;  // if W is quantized: as forward reads it, and transposed, (count, IC, OC), as dgrad does
     GemmWorkspace* workspace;
-    uint32_t stream;  // of the random numbers of its first matrix: a multiple of 2 WEIGHT_STREAMS, and its number
+    uint32_t stream;  // of the random numbers of its first matrix: a multiple of 2 WEIGHT_STREAMS, plus its number
 } Weight;
 
 // One product in backward. dy must not change from linear_dgrad to linear_wgrads, which may read what linear_dgrad has
@@ -46,7 +46,8 @@ typedef struct LinearGradient {
 void linear_forward(floatX* y, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
 // dx = dy W, or += with accumulate 1 (floatX only)
 void linear_dgrad(floatX* dx, LinearGradient* product, int64_t N, int accumulate, Ctx* ctx);
-// weight->grad = dy^T x, or += with weight->accumulate, of all products since the last call.
+// weight->grad = dy^T x, or += with weight->accumulate, for each of the products: all whose linear_dgrad came after the
+// call before.
 void linear_wgrads(LinearGradient* products, int count, int64_t N, Ctx* ctx);
 // dgrad, and wgrad of this weight alone.
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
@@ -62,8 +63,8 @@ typedef struct MlpBuffers {
 void linear_mlp_backward(floatX* dx, const floatX* dy, const floatX* x, const floatX* h, MlpBuffers buffers,
                          const Weight* w13, const Weight* w2, int64_t N, Ctx* ctx);
 
-// x and dy are in the weight's format (rows_as), or values that grouped_ rounds, in place in forward. With SwiGLU they
-// may come from rows_gathered, else they are by row.
+// x and dy are in the weight's format (rows_as), or values. Forward rounds values in place. Dgrad takes dy as
+// grouped_dgrad_swiglu returned it. With SwiGLU they may come from rows_gathered, else they are by row.
 void grouped_forward(floatX* y, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);
 void grouped_dgrad(floatX* dx, Rows dy, const Weight* weight, Ragged ragged, Ctx* ctx);
 // An expert's first GEMM and its activation (grouped/experts.h): h = W13 x and a = swiglu(h). The activation has the

@@ -20,7 +20,7 @@ typedef enum { NEVER, LINEAR, EXPERT, QUANTIZED_BYS } QuantizedBy;
 typedef struct Formats {
     const Format *gemm[QUANTIZED_BYS], *wgrad[QUANTIZED_BYS];  // of the operands of forward and dgrad; of wgrad
     const Format *dispatch, *combine;                          // as in DispatchShape (moe/dispatch.h)
-    int any, packed;                                           // 1: of a GEMM; packed, of forward and dgrad
+    int any, packed;                                           // 1: some GEMM has one; a packed one, in forward
 } Formats;
 // From a FormatId for each, and an MxScale (mx/formats.h).
 Formats formats_of(int64_t linear, int64_t expert, int64_t dispatch, int64_t combine, int64_t wgrad,

@@ -54,6 +54,6 @@ Rows rows_permute(Rows out, Rows tokens, Ragged r, Ctx* ctx) {
 }
 
 Rows rows_gathered(Rows out, Rows tokens, const Format* format, Ragged r, Ctx* ctx) {
-    const int gathers = !format && !tokens.format && grouped_gemm_fuses(ctx);
+    const int gathers = !format && !tokens.format && grouped_gemm_gathers(ctx);
     return gathers ? tokens : rows_permute(out, tokens, r, ctx);
 }

@@ -38,7 +38,8 @@ static inline Rows rows_packed(Rows rows, const Format* format) {
 void rows_plan(Arena* arena, const char* name, Rows* rows, int values, const Format* packed, int64_t count,
                int64_t columns);
 
-// x in `format` as GEMMs read it: x itself if it is so already, else in out's buffers.
+// x in `format` as GEMMs read it: x itself if it is so already, else in out's buffers. Values that each GEMM rounds for
+// itself (format_of_rows is NULL) are x itself too.
 Rows rows_as(Rows out, Rows x, const Format* format, Ctx* ctx);
 // x packed in `format`, to be sent: x itself if the format is floatX, else in out's buffers.
 Rows rows_pack(Rows out, Rows x, const Format* format, Ctx* ctx);

@@ -15,8 +15,8 @@ void unit_grads_begin(Model* model, int unit);
 void unit_grads_end(Model* model, int unit, int last_micro_step);
 
 // A block: forward writes work.out; backward turns work.dx, the gradient after the block, into the gradient before it.
-// An output: the head's input of the main model (0) or the MTP module (1); backward writes work.dx. The MTP module
-// (model/mtp.c).
+// An output: the final norm of the main model (0) or of the MTP module (1); backward writes work.dx. module_: the MTP
+// module (model/mtp.c).
 void block_forward(Model* model, const Unit* unit, int train);
 void block_backward(Model* model, const Unit* unit, float aux);
 void output_forward(Model* model, int k, const Unit* unit);

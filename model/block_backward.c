@@ -1,7 +1,7 @@
 // Backward of a block, and of the final norm: model/block_forward.c from bottom to top. work.dx, the gradient of the
-// residual stream, accumulates. Gradients of parameters are written in a step's first micro-step and accumulate in
-// later ones. All other gradients are written. Activation checkpointing (--recompute) repeats the forward of a block
-// first.
+// residual stream, accumulates. Gradients of GEMM weights are written in a step's first micro-step and accumulate in
+// later ones, those of norms and router always accumulate. All other gradients are written. With activation
+// checkpointing (--recompute block) the forward of a block comes again first.
 #include "layers/rmsnorm.h"
 #include "model/block.h"
 
@@ -51,11 +51,10 @@ static void mla_backward(Model* m, const Weight* w, const BlockSaved* block) {
 static void mlp_backward(Model* m, const Unit* u, float aux) {
     BlockSaved* block = &m->blocks[u->layer];
     const Workspace* work = &m->work;
-    // Otherwise a MoE block, or the MTP module.
     if (u->kind == UNIT_DENSE)
         linear_mlp_backward(work->dnorm, work->dx, block->norm2, block->h, work->mlp, &u->w[MLP13], &u->w[MLP2],
                             m->shapes.N, m->ctx);
-    else
+    else  // a MoE block, or the MTP module
         moe_backward(work->dnorm, work->dx, block->norm2, model_moe_weights(m, u), &block->moe, aux, m->shapes.moe,
                      m->dispatch, m->pool, m->ctx);
 }

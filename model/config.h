@@ -29,7 +29,7 @@ typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
 typedef enum { DISPATCH_AUTO, DISPATCH_NCCL, DISPATCH_WINDOWS } DispatchUse;
 typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;
 
-// Each has the value of the option of its name, but the last two.
+// Each has the value of the option of its name, or of that in its comment; the last two are no options.
 typedef struct RunConfig {
     int64_t batch, seq_len;  // sequences of a rank's micro-step, and their tokens
     int64_t tokens_per_step, steps, seed;

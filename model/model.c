@@ -148,7 +148,7 @@ static void plan_params(Model* m) {
     m->sharding = sharding_plan_slots(params, buffers, units);
     // Quantized copies of the weights, and the optimizer's workspace.
     for (int u = 0; u < units; u++) plan_weights(m, u);
-    if (m->layout.muon && !m->layout.frozen) muon_plan(&m->muon, m->units, &m->config, m->layout.ranks, params);
+    if (m->layout.muon && !m->layout.frozen) muon_plan(&m->muon, m->units, &m->config, params);
 }
 
 // Activations kept by each block. With --recompute block only the residual is a block's own; the rest is shared.
@@ -198,7 +198,7 @@ static void plan_state(Model* m) {
     ARENA(state, "targets", ELEMENT_I32, (1 + c->mtp) * N, 1, &m->targets);
     ARENA(state, "losses", ELEMENT_REAL, N, 1, &m->losses);
     ARENA(state, "rope table", ELEMENT_REAL, m->shapes.T * c->rope, 0, &m->rope_table);
-    ARENA(state, "router biases", ELEMENT_REAL, count * c->E, 0, &m->bias);
+    ARENA(state, "selection biases", ELEMENT_REAL, count * c->E, 0, &m->bias);
     // Counters of a step. Loads and margins are integers, so their sums over the ranks are exact.
     ARENA(state, "expert loads", ELEMENT_I64, count * c->E, 0, &m->step.load);
     const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;

@@ -117,7 +117,7 @@ typedef struct Model {
     Arena arena[ARENAS];
     Unit* units;
     Sharding* sharding;
-    real* bias;  // (L + mtp, E): the routers' balance biases; rows of dense blocks stay 0
+    real* bias;  // (L + mtp, E): the routers' selection biases; rows of dense blocks stay 0
 
     // A micro-batch.
     Shapes shapes;

@@ -37,7 +37,7 @@ static void group_matrices(MuonMemory* muon, const Unit* units, const ModelConfi
     }
 }
 
-void muon_plan(MuonMemory* muon, const Unit* units, const ModelConfig* c, int ranks, Arena* arena) {
+void muon_plan(MuonMemory* muon, const Unit* units, const ModelConfig* c, Arena* arena) {
     int64_t largest = 0, work = 0;
     group_matrices(muon, units, c);
     for (int i = 0; i < muon->group_count; i++) {
@@ -48,17 +48,18 @@ void muon_plan(MuonMemory* muon, const Unit* units, const ModelConfig* c, int ra
         g->at_once = ceil_div(g->count, pieces);
         work = max_i64(work, g->at_once * each);
 
-        // x holds a group, or a unit that came in parts.
+        // x is for a group of whole matrices, `waves` for units that came in parts. A rank has a part of each unit in a
+        // wave: together the elements of a unit, with those behind Muon's.
         const ParamBuffer* p = &units[g->first].buffer[param_buffer(g->id)];
         if (p->shard == SHARD_NONE)
             largest = max_i64(largest, g->count * g->rows * g->columns);
         else
-            muon->wave_size = max_i64(muon->wave_size, round_up(p->n_muon, 64));
+            muon->wave_size = max_i64(muon->wave_size, round_up(p->n, 64));
     }
     if (largest) ARENA(arena, "Muon: matrices of a group", ELEMENT_X, largest, 0, &muon->x);
     if (muon->wave_size) {
         ARENA(arena, "Muon: units of two waves", ELEMENT_X, 2 * muon->wave_size, 0, &muon->waves);
-        ARENA(arena, "Muon: own parts of a wave", ELEMENT_X, muon->wave_size + 64 * ranks, 0, &muon->parts);
+        ARENA(arena, "Muon: own parts of a wave", ELEMENT_X, muon->wave_size, 0, &muon->parts);
     }
     ARENA(arena, "Muon: workspace", ELEMENT_X, work, 0, &muon->work);
 }

@@ -15,9 +15,9 @@ typedef struct MuonGroup {
 typedef struct MuonMemory {
     MuonGroup* groups;  // NULL without Muon
     int group_count;
-    int64_t wave_size;                 // elements of a unit that came in parts
+    int64_t wave_size;                 // elements of the largest unit that came in parts
     floatX *x, *waves, *parts, *work;  // a group; the units of two waves; own parts of a wave; workspace
 } MuonMemory;
 
-// Groups the matrices of `units`, and adds the buffers to `arena`. `ranks`: those of the run.
-void muon_plan(MuonMemory* muon, const Unit* units, const ModelConfig* config, int ranks, Arena* arena);
+// Groups the matrices of `units`, and adds the buffers to `arena`.
+void muon_plan(MuonMemory* muon, const Unit* units, const ModelConfig* config, Arena* arena);

@@ -63,6 +63,7 @@ static void exchange_parts(Model* m, const Wave* wave, floatX* x, int back, Ctx*
         recv_start[i] = own ? i * own->part / ROW : 0;
         recv[i] = own ? muon_part(own, i) / ROW : 0;
     }
+    ASSERT(at * ROW <= m->muon.wave_size);
 
     // The momentum comes before the exchange, the update after the return.
     const ExchangeBuffer buffer = {back ? m->muon.parts : x, back ? x : m->muon.parts, ROW * sizeof(floatX)};

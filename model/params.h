@@ -63,7 +63,7 @@ typedef struct Unit {
     int layer;           // its block, counted from 0; -1: the embedding or the head
     int64_t at[PARAMS];  // offsets into its buffer in elements, -1 where the unit has no such parameter
     ParamBuffer buffer[BUFFERS];
-    Weight w[PARAMS];  // as ops take them, from unit_begin to unit_end (model/model.h)
+    Weight w[PARAMS];          // as ops take them, from unit_begin to unit_end (model/block.h)
     int64_t version[BUFFERS];  // of the weights that were quantized (parallel/sharding.h)
 } Unit;
 

@@ -68,7 +68,7 @@ void model_backward(Model* m, float aux, int last) {
 
     // Blocks. The reduction of a unit over the ranks overlaps with the backward of the next.
     for (int unit = head - 1; unit > 0; unit--) {
-        // The embedding's weights are only for the next forward.
+        // The embedding's weights are for the next forward; after the last micro-step they change before it.
         Unit* u = unit_begin(m, unit, unit > 1 || !last ? unit - 1 : -1);
         unit_grads_begin(m, unit);
         block_backward(m, u, aux);

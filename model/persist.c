@@ -58,7 +58,7 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
     // Every rank holds the router's biases whole; rank 0 writes them.
     const int layer = m->units[u].layer;
     if (m->units[u].at[ROUTER] < 0) return;
-    if (m->config.score == SCORE_SOFTMAX && m->run.balance == BALANCE_NONE) return;
+    if (m->config.score == SCORE_SOFTMAX && m->run.balance == BALANCE_NONE && !m->config.selection_bias) return;
     int64_t E = m->config.E;
     CheckpointTensor bias = {
         .dtype = CHECKPOINT_DTYPE, .rank = 1, .shape = {E, 1}, .count = E, .save_count = m->layout.rank == 0 ? E : 0};

@@ -1,7 +1,6 @@
 // A record is read into a Settings of its own, with defaults for missing options. Options are then compared as text.
 #include "model/record.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -58,11 +57,14 @@ static int64_t newest_good(const char* out) {
     for (int i = 0; i < count && good < 0; i++) {
         json_free(checkpoint_manifest(out, steps[i], &why));
         if (!why) good = steps[i];
-        if (why) host_append(&list, "%s checkpoint step_%08ld is refused: %s", *list ? ";" : "", steps[i], why);
+        if (why && i < 3)
+            host_append(&list, "%s checkpoint step_%08ld is refused: %s", *list ? ";" : "", steps[i], why);
         free(why);
     }
     // (Where one is good, those before it are named when the run resumes from it.)
-    if (count && good < 0) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed:%s", out, list);
+    if (count && good < 0)
+        die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed:%s%s", out, list,
+            count > 3 ? "; and older ones" : "");
     free(list);
     free(steps);
     return good;

@@ -52,8 +52,13 @@ void model_micro_step(Model* m, int last) {
     // Micro-steps of a kind give the device the same work. After a change of the weights it also quantizes them: all,
     // or the dense ones.
     int quantizes = 0;
-    for (int b = 0; b < BUFFERS && m->shapes.moe.formats.any; b++)
-        quantizes += m->units[0].version[b] != weights_version(m->sharding, b);
+    for (int b = 0; b < BUFFERS && m->shapes.moe.formats.any; b++) {
+        int old = 0;  // A validation leaves the MTP module's copies as they were. Then all units quantize again.
+        for (int u = 0; u < params_units(&m->config); u++)
+            old |= m->units[u].version[b] != weights_version(m->sharding, b);
+        for (int u = 0; u < params_units(&m->config) && old; u++) m->units[u].version[b] = 0;
+        quantizes += old;
+    }
     Graph* graph = m->gemms.stats ? NULL : m->graphs[m->step.first | last << 1 | m->step.late << 2 | quantizes << 3];
     graph_run(graph, last ? last_micro_step : micro_step, m, m->ctx);
     // Host state, which a replayed graph does not change.

@@ -19,7 +19,7 @@ static void sum_over_ranks(Model* m) {
                         m->ctx);
 }
 
-// AdamW's part of each buffer, after Muon's.
+// AdamW updates the elements of each buffer behind those of Muon.
 static void update_by_adamw(Model* m) {
     int count = 0, most = params_units(&m->config) * BUFFERS;
     AdamWBuffer* list = (AdamWBuffer*)host_alloc((size_t)most * sizeof(AdamWBuffer));

@@ -1,5 +1,5 @@
-// Muon's part of an update where this rank has whole buffers: it takes the matrices of one shape together, those of a
-// parameter in all units that follow one another, up to GROUP_ELEMENTS. Parts: model/muon_waves.c.
+// Muon's part of an update, where this rank has whole buffers. It takes the matrices of a group together
+// (model/muon_groups.c). Where ranks hold parts of buffers: model/muon_waves.c.
 #include "model/update_muon.h"
 
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 // Expert parallelism: dispatch sends tokens to the ranks of their experts, combine sends the outputs back. Both are
-// all-to-all exchanges. No other code deals with expert parallelism or with the formats of the rows that are sent.
-// Source: GShard (arXiv 2006.16668).
+// all-to-all exchanges. The MoE block knows whether there are several ranks, and not who owns an expert or what is
+// sent. Source: GShard (arXiv 2006.16668).
 //
 //   rank 0  x (N, C) -> sent ---.   .---> received -> its experts -> sums ---.   .---> back -> y (N, C)
 //                                \ /                                          \ /
@@ -75,7 +75,7 @@ typedef struct Sums {
 } Sums;
 
 typedef struct Dispatch Dispatch;
-// comm: of ep ranks. With one rank it is NULL, and so is the result. overflow: see route_on_device; NULL if no shape
+// comm: of ep ranks, more than one. With one rank a Dispatch is NULL. overflow: see route_on_device; NULL if no shape
 // has windows.
 Dispatch* dispatch_create(Comm* comm, Pool* pool, real* overflow, Ctx* ctx);
 void dispatch_destroy(Dispatch* dispatch);

@@ -1,5 +1,5 @@
-// Dispatch and combine on one rank, where nothing is sent: the received tokens are the tokens, and the sum of a token's
-// rows is its y. With several ranks (moe/dispatch.c) an all-to-all comes between.
+// Dispatch and combine, as every layout enters them. On one rank nothing is sent: the received tokens are the tokens,
+// and the sum of a token's rows is its y. With several ranks an all-to-all comes between (several_, in moe/dispatch.c).
 #include <string.h>
 
 #include "moe/dispatch.h"

@@ -30,8 +30,8 @@ typedef struct MoeShape {
 } MoeShape;
 
 // Weights with their gradients, which are = or += as in Weight. Each of the E / ep experts has a w13 (2F, C) and a w2
-// (C, F). Their formats are those of the shape, or floatX in a block that stays in it. Their statistics cover x, dy,
-// the activation and its gradient too.
+// (C, F). Their formats are those of the shape, or floatX in a block that stays in it. Their statistics cover x, dh,
+// the activation and dy too.
 typedef struct MoeWeights {
     const floatX* router;              // (E, C)
     real* drouter;                     // (E, C), +=
@@ -55,7 +55,7 @@ void moe_plan(Arena* pool, MoeShape shape, int64_t blocks);
 size_t moe_bytes(MoeShape shape, int64_t blocks, double capacity, Backend backend);
 size_t moe_workspace(MoeShape shape);
 
-// y (N, C) =. In training counts += the load and margins of this rank's tokens (moe/router.h). Takes *saved from the
+// y (N, C) =. In training counts += the load and margins of this rank's tokens (moe/balance.h). Takes *saved from the
 // pool; the caller releases it.
 void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, BalanceCounts counts, MoeShape shape,
                  Dispatch* dispatch, Pool* pool, Ctx* ctx);

@@ -28,7 +28,8 @@ static void lock_folder(const char* out) {
     // The lock file is a link, or a file of something else: it is not touched.
     if (errno == EEXIST)
         die(EXIT_FAILED, "%s is not a lock of this program: choose another --out, or remove it", path.text);
-    die(EXIT_FAILED, "%s: %s", path.text, file_error(errno));
+    die(EXIT_FAILED, "--out %s: its lock %s cannot be opened: %s; remove it, or choose another folder", out, path.text,
+        file_error(errno));
 }
 
 void folder_open(const char* out, int resume) {

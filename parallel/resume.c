@@ -7,7 +7,6 @@
 #include <dirent.h>
 #include <errno.h>
 #include <libgen.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -165,8 +164,8 @@ static char* check_files(Ranks* world, const char* folder, const Json* manifest,
     return why;
 }
 
-// Elements of a file's type, as numbers. False: the type is none that weights can have. scales: of fp8.
-static bool convert(real* out, const void* raw, int64_t n, int64_t first, const StTensor* from, const float* scales) {
+// Elements of a file's type, as numbers. scales: of fp8.
+static void convert(real* out, const void* raw, int64_t n, int64_t first, const StTensor* from, const float* scales) {
     const int64_t columns = from->shape[1];
     for (int64_t i = 0; i < n; i++) {
         switch (from->dtype) {
@@ -175,14 +174,12 @@ static bool convert(real* out, const void* raw, int64_t n, int64_t first, const 
             case ST_F16: out[i] = half_value(((const uint16_t*)raw)[i]); break;
             case ST_BF16: out[i] = bf16_value(((const uint16_t*)raw)[i]); break;
             default: {
-                if (!scales) return false;
                 // One scale for each block of the matrix, row by row of blocks.
                 const int64_t row = (first + i) / columns / FP8_BLOCK, column = (first + i) % columns / FP8_BLOCK;
                 out[i] = e4m3_value(((const uint8_t*)raw)[i]) * scales[row * ceil_div(columns, FP8_BLOCK) + column];
             }
         }
     }
-    return true;
 }
 
 char* checkpoint_read(const CheckpointTensor* t, const SafeTensors* st, const StTensor* found, const float* scales,
@@ -191,6 +188,11 @@ char* checkpoint_read(const CheckpointTensor* t, const SafeTensors* st, const St
     if (found->rank != t->rank || found->shape[0] != t->shape[0] || (t->rank == 2 && found->shape[1] != t->shape[1]))
         return host_format("%s: tensor %s is of another shape than %ld%s", st->path, t->name, t->shape[0],
                            t->rank == 2 ? host_format(" x %ld", t->shape[1]) : "");
+
+    const StDtype d = found->dtype;
+    if (d != t->dtype && d != ST_F32 && d != ST_F16 && d != ST_BF16 && d != ST_F64 && !(d == ST_F8_E4M3 && scales))
+        return host_format("%s: tensor %s is of no type that weights can have: F32, F16, BF16, F8_E4M3", st->path,
+                           t->name);
 
     // In chunks through host memory. A number that is not finite would spoil the run, and is refused.
     const int64_t size = (int64_t)st_dtype_bytes(t->dtype);
@@ -203,10 +205,10 @@ char* checkpoint_read(const CheckpointTensor* t, const SafeTensors* st, const St
         const void* values = t->dtype == found->dtype ? raw : numbers;
         if (st_read(st, found, first, n, raw) != 0) {
             why = host_format("%s: cannot read %s: %s", st->path, t->name, strerror(errno));
-        } else if (values == numbers && !convert(numbers, raw, n, first, found, scales)) {
-            why = host_format("%s: tensor %s is of no type that weights can have: F32, F16, BF16, F8_E4M3", st->path,
-                              t->name);
-        } else if (first_not_finite(values, n, t->dtype) < n) {
+            break;
+        }
+        if (values == numbers) convert(numbers, raw, n, first, found, scales);
+        if (first_not_finite(values, n, t->dtype) < n) {
             why = host_format("%s: element %ld of %s is not finite", st->path,
                               first + first_not_finite(values, n, t->dtype), t->name);
         } else if (t->weight) {

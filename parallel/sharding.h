@@ -107,8 +107,8 @@ void sharding_destroy(Sharding* sharding);
 
 // Prefetch: weights_start starts the all-gather of a unit's weights, unless they are in the slot or in flight. Use:
 // weights_get also starts it, and makes ctx wait for the weights; the host does not wait. Then weights_release frees
-// the slot for the next unit. Between get and release of a unit, only its neighbours may be
-// started. The pointers `weight` and `grad` do not change after sharding_connect, only the contents do.
+// the slot for the next unit. Between get and release of a unit, only its neighbours may be started. The pointers
+// `weight` and `grad` do not change after sharding_connect, only the contents do.
 void weights_start(Sharding* sharding, int unit);
 void weights_get(Sharding* sharding, int unit, Ctx* ctx);
 void weights_release(Sharding* sharding, int unit, Ctx* ctx);

@@ -32,7 +32,7 @@ struct Outputs {
     StepState last;       // of the last step reported
     Stopwatch* watch[2];  // of even and odd steps: one is read while the other runs
     double shown;         // when a progress line was last printed
-    int64_t left_out;     // steps without such a line
+    bool told;            // that some steps have no such line
     double average_ms;    // smoothed, for the ETA
 };
 
@@ -172,8 +172,9 @@ static void report(Outputs* o, int val, int asks) {
     free(line);
     if (val || host_seconds() - o->shown > 0.5 || o->pending == o->first || o->pending == r->steps || !o->last.ok)
         print_step(o, took, load, mfu, val_loss);
-    else if (!o->left_out++)
-        printf("(at most two steps a second are printed; %slog.jsonl has all)\n", o->log ? "" : "with --out its ");
+    else if (!o->told)
+        o->told = printf("(at most two steps a second are printed; %slog.jsonl has all)\n",
+                         o->log ? "" : "with --out its ") > 0;
 
     if (!isfinite(val_loss)) warn("step %ld: the validation loss is %g", o->pending, val_loss);
 
@@ -225,7 +226,7 @@ int outputs_step(Outputs* o, int64_t step) {
     if (samples) print_sample(o, step);
     if (saves) save(o, step, last);
     stopwatch_start(o->watch[(step + 1) % 2], o->model->ctx);
-    return stop;
+    return stop && !ends;
 }
 
 void outputs_close(Outputs* o, int stopped) {
@@ -257,5 +258,5 @@ void outputs_of_use(Ranks* world, const Settings* s, const Sources* from, Model*
     if (text) printf("%s\n", text);
     free(text);
     if (from->val) print_loss(s, from, m);
-    evaluate_questions(NULL, m, from->questions, from->question_files, from->tokenizer);
+    if (from->questions) evaluate_questions(NULL, m, from->questions, from->question_files, from->tokenizer);
 }

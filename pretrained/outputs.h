@@ -15,8 +15,8 @@ Outputs* outputs_open(Ranks* world, const Settings* settings, const char* build)
 void outputs_begin(Outputs* outputs, const Sources* sources, Model* model, int64_t saved);
 
 // After the device got a step: prints and logs the results of the step before. In some steps it waits for this step
-// too: for a validation, questions, a sample or a checkpoint. Returns 1 if a rank was asked to stop. Ends the run if it
-// has diverged. The time of a step is from the call before, or outputs_begin, to this one.
+// too: for a validation, questions, a sample or a checkpoint. Returns 1 if a rank was asked to stop before the last
+// step. Ends the run if it has diverged. The time of a step is from the call before, or outputs_begin, to this one.
 int outputs_step(Outputs* outputs, int64_t step);
 
 // The last checkpoint is on the disk. `stopped`: the run is to go on later.

@@ -48,7 +48,7 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
 }
 
 char* model_sample(Model* m, const Settings* s, Ranks* world, const Tokenizer* tokenizer, int64_t step) {
-    // A prompt has one token a byte (sample_check).
+    // A prompt has one token a byte (check_samples in pretrained/sources.c).
     const int64_t prompt = (int64_t)strlen(s->prompt), V = m->config.V;
     int32_t* ids = (int32_t*)host_alloc((size_t)(1 + prompt + s->sample_tokens) * sizeof(int32_t));
     real* logits = (real*)host_alloc((size_t)V * sizeof(real));

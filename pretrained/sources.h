@@ -22,8 +22,8 @@ typedef struct Sources {
 } Sources;
 
 // Opens the data of the options. All of it is the same on all ranks, and there is one tokenizer: that of --tokenizer.
-// Without one, tokens are bytes if none of the first in --train is beyond 256 (without --train: if the model has no
-// other); else the tokenizer has no tokens. Ends the run where
+// Without one, tokens are bytes if the model has no others (--vocab up to 257), with --evaluate, or if none of the
+// first in --train is beyond 256; else the tokenizer has no tokens. Ends the run where
 //
 //   tokenizers differ      a shard's, that of a file of questions, that of the model of --init, --sample or --evaluate;
 //                          not where resumes: then the folder of --init is not read

@@ -429,7 +429,7 @@ class Processes(Case):
         self.train(out="run", steps=3)
         self.assertEqual((self.dir / "run/.lock").read_text("utf-8"), "")
         (self.dir / "other/.lock").mkdir(parents=True)
-        self.assertIn("error: other/.lock: Is a directory", self.train(1, out="other", steps=3).stderr)
+        self.assertIn("error: --out other: its lock other/.lock cannot be opened: Is a directory; remove it, or choose another", self.train(1, out="other", steps=3).stderr)
         self.assertEqual(snapshot(self.dir / "other"), {})
 
     def test_a_killed_run_holds_no_lock(self):

@@ -97,6 +97,11 @@ class Graph(Case):
                     subprocess.run(["rm", "-rf", self.dir / out], check=True)
                 self.check(steps=8, tokens_per_step=512, warmup=2, save_every=4, precision=precision, **more)
 
+    def test_weights_that_a_validation_did_not_cast(self):
+        """A validation casts all weights but those of the MTP module, in two of three steps without the experts."""
+        self.check(steps=14, warmup=2, val=self.val_glob, val_every=2, val_tokens=192, mtp=1, precision="mxfp8", optimizer="muon",
+                   muon_expert_steps=3)
+
     def test_validation_and_samples_between(self):
         """Validation and samples use the memory of a step, in other shapes: the last batch of a validation is smaller."""
         self.check(steps=12, val=self.val_glob, val_every=2, val_tokens=192, sample_every=3, sample_tokens=20, warmup=3)

@@ -594,6 +594,14 @@ class Export(Case):
                               self.dir / option[2:], "--resume"], 2)
             self.assertIn(f"--resume goes on with training, which {option} does not", done.stderr)
 
+    def test_balance_none(self):
+        """A softmax model with selection biases is used with them, whatever the --balance of its next training."""
+        run = self.trained(score="softmax", balance="deepseek")
+        losses = [self.call([cli.PROGRAM, "--evaluate", run, "--val", self.val, *more]).stdout.splitlines()[-1]
+                  for more in ((), ("--balance", "none"))]
+        self.assertRegex(losses[0], r"^loss +\d")
+        self.assertEqual(*losses)
+
     def test_sample(self):
         run = self.trained(vocab=257, val=self.val_glob)
         self.assertIn("a folder with a Hugging Face model is wanted, such as a step of a run: runs/x/step_00001000",

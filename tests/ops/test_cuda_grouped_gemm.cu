@@ -311,7 +311,7 @@ static void by_token(const Rows& rows, int64_t IC, int64_t OC, int64_t far = 0) 
 }
 
 static void test_by_token(void) {
-    if (!grouped_gemm_fuses(ctx)) return;
+    if (!grouped_gemm_gathers(ctx)) return;
     const int64_t sizes[] = {8, 24, 64, 72, 128, 136, 264};
     for (int64_t IC : sizes)
         for (int64_t OC : sizes) by_token({129, 0, 1, 130}, IC, OC);
@@ -328,7 +328,7 @@ static void test_by_token(void) {
 
 // The last tokens below 2^31 vectors of 16 bytes, and a capacity of more: a token has several rows.
 static void test_far_tokens(void) {
-    if (!grouped_gemm_fuses(ctx)) return;
+    if (!grouped_gemm_gathers(ctx)) return;
     const int64_t far = INT32_MAX / (7168 / 8) - ByToken::N;
     by_token({129, 0, 300, 1}, 7168, 264, far);
     by_token({129, 0, 300, 1}, 136, 7168, far);

@@ -26,7 +26,7 @@ CORE = {  # names of a folder's files, without their suffixes
               "embedding loss matmul muon normal rmsnorm rope rope_table rows sort step swiglu",
     "grouped": "experts grouped_gemm grouped_gemm_gather grouped_gemm_parts grouped_gemm_ptx grouped_gemm_swiglu permute tile_scheduler",
     "linear": "linear rows",
-    "moe": "balance dispatch_one dispatch_ops moe moe_buffers router router_cpu",
+    "moe": "balance dispatch_one moe moe_buffers router router_cpu",
     "model": "block block_backward block_forward config model muon_groups params passes step update update_muon",
     "": "train_moe"}
 PRINTS = "pretrained/outputs.c", "model/report.c", "data/runlog.c", "parallel/folder.c"  # inside outputs_step
@@ -64,7 +64,7 @@ class Core(unittest.TestCase):
                 self.assertIn(f"{folder}/{file}".lstrip("/"), names)
 
     def test_lines(self):
-        """They are bounded, and docs/code.md says how many there are, to a tenth."""
+        """They are bounded, and docs/code.md says how many there are, to a hundredth."""
         core = {name: lines(text) for name, text in sources().items() if in_core(name)}
         cpu = sum(n for name, n in core.items() if name.endswith((".c", ".h")) or name == "train_moe.cu")
         self.assertLessEqual(sum(core.values()), LINES)
