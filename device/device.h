@@ -43,8 +43,9 @@ size_t device_peak_memory(void);
 
 // Zeroed device memory, 256-byte aligned. If there is not enough, ends the run with a message that names `what`.
 void* device_alloc(size_t bytes, const char* what);
-// Addresses for device memory, without memory. device_map puts memory at `at` and behind it, contents undefined; 0:
-// there is not enough. It follows what is mapped already. Sizes are whole pages of 2 MiB (device_pages).
+// Addresses for device memory, without memory. device_map puts memory at `at` and behind it, contents undefined. It
+// returns 0 if there is not enough. `at` follows the memory mapped before. Sizes are whole pages of 2 MiB
+// (device_pages).
 static inline size_t device_pages(size_t bytes) { return (bytes + (2 << 20) - 1) >> 21 << 21; }
 char* device_reserve(size_t bytes);
 int device_map(char* at, size_t bytes);

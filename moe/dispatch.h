@@ -1,6 +1,6 @@
 // Expert parallelism: dispatch sends tokens to the ranks of their experts, combine sends the outputs back. Both are
-// all-to-all exchanges. The MoE block knows whether there are several ranks, and not who owns an expert or what is
-// sent. Source: GShard (arXiv 2006.16668).
+// all-to-all exchanges. The MoE block knows whether there are several ranks, but neither the owner of an expert nor the
+// rows that are sent. Source: GShard (arXiv 2006.16668).
 //
 //   rank 0  x (N, C) -> sent ---.   .---> received -> its experts -> sums ---.   .---> back -> y (N, C)
 //                                \ /                                          \ /
