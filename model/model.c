@@ -276,14 +276,19 @@ void model_plan_free(Model* m) {
     free(m->blocks);
 }
 
+// The communicator of a group. That of all ranks is the run's, since NCCL takes 2 s and memory for each.
+static Comm* connect_group(const Model* m, Ranks* group, const char* name) {
+    return ranks_count(group) == m->layout.ranks ? m->world : comm_create(group, name, m->ctx);
+}
+
 // Communicators of the run, of the ranks that share a set of experts and of those that hold the same ones.
 static void connect(Model* m, Ranks* world) {
     // A set of experts is on neighbouring ranks: the first set on ranks 0 to ep - 1.
     const Layout* l = &m->layout;
     Ranks *same_set = ranks_split(world, l->rank / l->ep), *same_experts = ranks_split(world, l->rank % l->ep);
     m->world = comm_create(world, "all ranks", m->ctx);
-    m->ep = comm_create(same_set, "expert parallel", m->ctx);
-    m->expert_dp = comm_create(same_experts, "expert data parallel", m->ctx);
+    m->ep = connect_group(m, same_set, "expert parallel");
+    m->expert_dp = connect_group(m, same_experts, "expert data parallel");
     ranks_free(same_set);
     ranks_free(same_experts);
 }
@@ -341,8 +346,8 @@ void model_destroy(Model* m) {
     // Symmetric memory is freed after its users and before its communicator.
     windows_close(m);
     if (m->world) {
-        comm_destroy(m->expert_dp);
-        comm_destroy(m->ep);
+        if (m->expert_dp != m->world) comm_destroy(m->expert_dp);
+        if (m->ep != m->world) comm_destroy(m->ep);
         comm_destroy(m->world);
     }
     ctx_destroy(m->ctx);
