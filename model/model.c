@@ -276,21 +276,12 @@ void model_plan_free(Model* m) {
     free(m->blocks);
 }
 
-// The communicator of a group. That of all ranks is the run's, since NCCL takes 2 s and memory for each.
-static Comm* connect_group(const Model* m, Ranks* group, const char* name) {
-    return ranks_count(group) == m->layout.ranks ? m->world : comm_create(group, name, m->ctx);
-}
-
-// Communicators of the run, of the ranks that share a set of experts and of those that hold the same ones.
-static void connect(Model* m, Ranks* world) {
-    // A set of experts is on neighbouring ranks: the first set on ranks 0 to ep - 1.
-    const Layout* l = &m->layout;
-    Ranks *same_set = ranks_split(world, l->rank / l->ep), *same_experts = ranks_split(world, l->rank % l->ep);
-    m->world = comm_create(world, "all ranks", m->ctx);
-    m->ep = connect_group(m, same_set, "expert parallel");
-    m->expert_dp = connect_group(m, same_experts, "expert data parallel");
-    ranks_free(same_set);
-    ranks_free(same_experts);
+// The communicator of the ranks of a color. That of all ranks is the run's, since NCCL takes 2 s and memory for each.
+static Comm* connect(const Model* m, int color, const char* name) {
+    Ranks* group = ranks_split(m->ranks, color);
+    Comm* comm = ranks_count(group) == m->layout.ranks ? m->world : comm_create(group, name, m->ctx);
+    ranks_free(group);
+    return comm;
 }
 
 Model* model_create(const ModelConfig* c, const RunConfig* s, Ranks* world) {
@@ -310,8 +301,13 @@ Model* model_create(const ModelConfig* c, const RunConfig* s, Ranks* world) {
     }
     m->outputs[m->config.mtp].dnorm = m->work.dnorm;  // that of the last one is used at once
 
-    // Communicators, shards, and the pool, which may be symmetric memory.
-    if (m->layout.ranks > 1) connect(m, world);
+    // Communicators. A set of experts is on neighbouring ranks: the first set on ranks 0 to ep - 1.
+    if (m->layout.ranks > 1) {
+        m->world = comm_create(world, "all ranks", m->ctx);
+        m->ep = connect(m, m->layout.rank / m->layout.ep, "expert parallel");
+        m->expert_dp = connect(m, m->layout.rank % m->layout.ep, "expert data parallel");
+    }
+    // Shards, and the pool, which may be symmetric memory.
     sharding_connect(m->sharding, m->world, m->expert_dp, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
     const Arena* pool = &m->arena[IN_POOL];
