@@ -1,17 +1,34 @@
 #!/usr/bin/env python3
-"""Makes shards of more than a billion tokens from sources of Debian 12: code in many languages and its prose, with the tokenizers package.
+"""Makes shards of more than two billion tokens from sources of Debian 12: code in many languages and its prose.
 
     cd FOLDER && apt-get source --download-only PACKAGE ...
     python3 bench/source_text.py FOLDER --val ANOTHER --out corpus
 
-The folders have the archives of training and of validation. No package may be in both. They are read without unpacking them.
+It needs the tokenizers package. The folders have the archives of training and of validation, *.orig*.tar.*, which are not unpacked on
+the disk. No package may be in both.
 
 A document is a file with a suffix of LANGUAGES. Left out are files of less than 200 or more than 1.5 million characters, those with long
-lines, as minified ones, tables of numbers, and text that is mostly not in ASCII. An equal file is left out. So is a near-equal one: more
-than half of its lines of 30 characters or more are in files before it. Validation comes first, so training has no near-equal of it.
+lines, as minified ones, tables of numbers, and text that is not in ASCII. Equal files are left out too, and near-equal ones: more than
+half of their lines of 30 characters or more are in files before them. Validation comes first, so training has no near-equal of it.
 
-The order is that of hashes of the files' names: random, and the same in each run. So the first shards are a sample of all. The text is made
-in parts, one after another. The first part trains the tokenizer. A run that was ended goes on with the next part that has no shards.
+The order is that of hashes of the files' names: random, and the same in each run. So the first shards have files of all packages. The text
+is made in parts, one after another. The first part trains the tokenizer. Later parts are smaller, as files before them have more of their
+lines. A run that was ended goes on with the first part that has no shards. The text takes three times the disk of its shards.
+
+The packages below of November 2026 give 7.9 GB of text in 10 parts: 28 % is near-equal and left out, 2 % equal. Archives named *l10n*,
+*translations*, *helpcontent*, *hyphenation*, *models* or *regressiontests* are not among them.
+
+validation: exim4 maven pylint rust-ripgrep
+training: ant apache2 autoconf automake-1.16 bash bind9 binutils bioperl bison blender boost1.81 bouncycastle calibre cmake containerd
+coreutils curl derby dlib docker.io dokuwiki dovecot dpdk elixir-lang emacs erlang etcd ffmpeg findutils firefox-esr flex fpc frr gawk
+gcc-12 gdb ghc ghdl gimp git glib2.0 glibc gnupg2 gnutls28 godot golang-1.19 golang-golang-x-tools golang-google-grpc grep gromacs groovy
+gtk4 haproxy heimdal hsqldb hugo icinga2 iverilog jinja2 josm jython krb5 krita kubernetes lammps lapack ldc libapache-poi-java
+libgcrypt20 libnb-platform18-java libpod libreoffice libspring-java libtool linux llvm-toolchain-15 lua5.4 lucene-solr make-dfsg manpages
+mariadb mediawiki memcached mercurial mesa mono nagios4 netty neutron nginx nim nmap node-typescript nodejs nss ocaml octave openjdk-17
+openjfx openldap openssh openssl openttd perl php8.2 phpmyadmin postfix postgis postgresql-15 prometheus python-django python3.11 pytorch
+qemu qtbase-opensource-src r-base racket rails rdkit redis request-tracker5 roundcube rsyslog ruby3.1 rustc sagemath samba scala sed
+sqlite3 squid swi-prolog symfony sympy syncthing syslog-ng systemd tar tcl8.6 texinfo tomcat10 trilinos tryton-server verilator vim vtk9
+webkit2gtk wine wireshark wordpress xen yosys zabbix
 """
 import argparse
 import collections
@@ -105,7 +122,7 @@ def load(spool):
 
 
 class Seen:
-    """The texts so far. A line is a bit of 2^32, at its checksum. A line in a hundred is taken for another one, which does not matter."""
+    """The texts so far. A line is a bit of 2^32, at its checksum. At most a line in fifty is taken for another one."""
 
     def __init__(self):
         self.files, self.lines = set(), bytearray(1 << 29)
@@ -128,7 +145,7 @@ def archives_in(folder):
     return sorted(path for path in pathlib.Path(folder).iterdir() if path.suffix in (".gz", ".xz", ".bz2") and ".orig" in path.name)
 
 
-def select(training, validation, folder, parts, jobs=2):
+def select(training, validation, folder, parts):
     """Writes the text of validation and of the parts of training into a new folder, and an account of it."""
     archives = {"train": archives_in(training), "val": archives_in(validation)}
     packages = {split: {path.name.partition("_")[0] for path in paths} for split, paths in archives.items()}
@@ -139,7 +156,7 @@ def select(training, validation, folder, parts, jobs=2):
         spool.mkdir(parents=True)
     todo = [(path, spools[split]) for split, paths in archives.items() for path in paths]
     account = collections.Counter()
-    with multiprocessing.Pool(jobs) as pool:
+    with multiprocessing.Pool() as pool:
         for name, left_out in pool.imap_unordered(read_archive, sorted(todo, key=lambda job: -job[0].stat().st_size), 1):
             print(f"source_text.py: read {name}", flush=True)
             account.update({("left out", reason): size for reason, size in left_out.items()})
