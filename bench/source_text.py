@@ -15,8 +15,9 @@ The order is that of hashes of the files' names: random, and the same in each ru
 is made in parts, one after another. The first part trains the tokenizer. Later parts are smaller, as files before them have more of their
 lines. A run that was ended goes on with the first part that has no shards. The text takes three times the disk of its shards.
 
-The packages below of November 2026 give 7.9 GB of text in 10 parts: 28 % is near-equal and left out, 2 % equal. Archives named *l10n*,
-*translations*, *helpcontent*, *hyphenation*, *models* or *regressiontests* are not among them.
+The packages below of November 2026 give 7.9 GB of text in 10 parts: 2,403 million tokens in 53 shards, and 3.9 million of validation.
+Before, 28 % were near-equal and 2 % equal. Archives named *l10n*, *translations*, *helpcontent*, *hyphenation*, *models* or
+*regressiontests* are not among them. It takes three quarters of an hour on two cores.
 
 validation: exim4 maven pylint rust-ripgrep
 training: ant apache2 autoconf automake-1.16 bash bind9 binutils bioperl bison blender boost1.81 bouncycastle calibre cmake containerd
