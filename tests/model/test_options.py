@@ -42,17 +42,13 @@ class BadOptions(Case):
                 ("gradient-accumulation-steps", "tokens-per-step"), ("max_iters", "steps"), ("out_dir", "out"), ("min-lr", "final-lr-frac"),
                 ("eval_interval", "val-every"), ("max-grad-norm", "clip"), ("seq_len", "seq-len"), ("num-train-epochs", "steps"))),
             *(((f"unknown option --{name} (--help all lists all)",), [f"--{name}", "5"]) for name in (
-                "wandb", "compile", "optimiser-name", "rms-norm-eps", "rms-norm-ep", "muon-momentum")),
-            *(((f"unknown option --{name}; did you mean --{option}? (--help all lists all)",), [f"--{name}", "5"]) for name, option in (
-                ("yarn-factor", "yarn"), ("yarn-mscale", "yarn"), ("yarn-original-len", "yarn"), ("mtp-weight-end", "mtp-weight"),
-                ("mtp-switch", "mtp-weight"))),
+                "wandb", "compile", "optimiser-name")),
             (("unknown option --step; did you mean --steps?",), ["--step=5"]),
             (("--lr takes a number", "not ''"), ["--lr="]),
             (("--resume takes no value, and was given '1'",), ["--resume=1"]),
             (("'-help' is not an option",), ["-help"]),
             (("'steps' is not an option",), ["steps", "5"]),
             (("--steps takes a whole number from 1 to 1000000000, not 'ten'",), ["--steps", "ten"]),
-            (("--steps", "not '1.5'"), ["--steps", "1.5"]),
             (("--steps", "not '5x'"), ["--steps", "5x"]),
             (("--steps", "not ''"), ["--steps", ""]),
             (("--steps", "99999999999999999999 is out of range"), ["--steps", "99999999999999999999"]),

@@ -198,7 +198,6 @@ class ResumeOptions(Case):
     def test_recorded_values_that_are_none(self):
         """Recorded values that are invalid are refused by name; another version of the program may write them."""
         for name, value, words in (("schedule", "sideways", "takes one of"), ("layers", 5000, "5000 is out of range"),
-                                   ("precision", "nvfp4-46", "takes one of bf16|mxfp8|nvfp4|mxfp4|mxfp8-exact|mxfp4-weights, not 'nvfp4-46'"),
                                    ("lr", "fast", "takes a number"), ("batch", "2.5", "takes a whole number")):
             out = self.copy_of(self.reference())
             record = manifest(out / "step_00000020")
