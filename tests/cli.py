@@ -156,6 +156,11 @@ class Case(unittest.TestCase):
             path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **config}), "utf-8")
         return self.call(command(**{"train": self.train_glob, **options}), code, threads, limit)
 
+    def prepare(self, out="made"):
+        """Shards of a short text, with the tokenizer of bytes."""
+        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
+        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", out], cwd=self.dir, check=True, capture_output=True)
+
     def refused(self, code, *words, **options):
         """A run that must end with `code` and a message with all `words`, and change no file."""
         before = snapshot(self.dir)

@@ -522,10 +522,7 @@ class Export(Case):
         self.refused(2, "--eval needs --tokenizer", **{**options, "out": None, "eval": "q.bin"})
 
     def test_what_the_tokenizer_lacks(self):
-        text = self.dir / "text"
-        text.write_text("to be or not to be " * 40, "utf-8")
-        subprocess.run([sys.executable, cli.ROOT / "scripts/prepare_text.py", text, "--out", self.dir / "words"], check=True,
-                       capture_output=True)
+        self.prepare("words")
         for missing, words in ((None, "export +there"), ("_config.json", "_config.json: transformers will not know the end of text"),
                                (".json", ".json: checkpoints have no tokenizer for transformers")):
             if missing:
@@ -677,9 +674,7 @@ class Export(Case):
     @NEEDS
     def test_the_tokenizer_of_a_release(self):
         """A release has the step's tokenizer.bin, or one from its tokenizer.json."""
-        (self.dir / "text").write_text("to be or not to be " * 40, "utf-8")
-        subprocess.run([sys.executable, cli.ROOT / "scripts/prepare_text.py", self.dir / "text", "--out", self.dir / "words"], check=True,
-                       capture_output=True)
+        self.prepare("words")
         self.train(train="words/text_train_*.bin", out="run", steps=1)
         step = self.dir / "run/step_00000001"
         was, record = (step / "tokenizer.bin").read_bytes(), cli.manifest(step)

@@ -326,28 +326,6 @@ class BadOptions(Case):
             done = self.train(steps=1, vocab=257, sample_every=1, sample_tokens=1, prompt="x" * length)
             self.assertEqual(said in done.stderr, length == 32, done.stderr)
 
-    def test_tokenizer_file(self):
-        path = self.dir / "t.bin"
-        for words, change in (
-            (("byte 0", "magic number 5"), dict(magic=5)),
-            (("byte 4", "version 1"), dict(version=1)),
-            (("byte 12", "id 9"), dict(eot=9)),
-        ):
-            write_tokenizer(path, [b"<end>", b"a"], **change)
-            self.refused(1, "--tokenizer: t.bin", *words, tokenizer="t.bin", out="run")
-        write_tokenizer(path, [b"<end>", b"abc"])
-        whole = path.read_bytes()
-        for size, words in ((0, "inside the header"), (1000, "byte 1000: the file ends inside the header"),
-                            (len(whole) - 1, "byte 1033: the file ends inside token 1 of 2")):
-            path.write_bytes(whole[:size])
-            self.refused(1, "--tokenizer: t.bin", words, tokenizer="t.bin", out="run")
-        path.write_bytes(whole + b"x")
-        self.refused(1, "--tokenizer: t.bin", "1 bytes after the last", tokenizer="t.bin", out="run")
-        self.refused(1, "--tokenizer: gone.bin", "No such file", tokenizer="gone.bin", out="run")
-        for name in ("a folder/tokenizer.json", "gone.json"):
-            self.refused(2, f"--tokenizer: {name} is for transformers; train_moe reads the .bin of the same name, "
-                         f"--tokenizer '{name[:-5]}.bin', which this makes: python3 scripts/tokenizer_json.py '{name}'\n", tokenizer=name, out="run")
-
 
 class TokenizerBesideShards(Case):
     def setUp(self):
@@ -398,9 +376,7 @@ class TokenizerBesideShards(Case):
 
     def test_a_set_that_is_not_whole(self):
         """prepare_text.py puts the table in place last: other files of the tokenizer show that it was stopped before."""
-        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
-        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
-                       capture_output=True)
+        self.prepare()
         options, table = dict(train="made/text_train_*.bin", out="run"), self.dir / "made/text_tokenizer.bin"
         table.rename(self.dir / "made/text_tokenizer.bin.tmp")
         self.refused(1, "text_tokenizer.json is there, but not made/text_tokenizer.bin", "incomplete", **options)
@@ -417,9 +393,7 @@ class TokenizerBesideShards(Case):
         self.check("v1.2/table", 300, tokenizer="v1.2/table", out="none")
         copy, = self.dir.glob("none/step_*/tokenizer*")
         self.assertEqual((copy.name, copy.read_bytes()), ("tokenizer.bin", self.beside.read_bytes()))
-        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
-        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
-                       capture_output=True)
+        self.prepare()
         config = self.dir / "made/text_tokenizer_config.json"
         was = config.read_text("utf-8")
         config.write_text("", "utf-8")
@@ -433,9 +407,7 @@ class TokenizerBesideShards(Case):
 
     def test_init_of_another(self):
         """A model with other tokens than the shards is refused; the folder of a run means its newest step."""
-        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
-        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
-                       capture_output=True)
+        self.prepare()
         self.train(train="made/text_train_*.bin", out="run", steps=3, save_every=1)
         words = "--init: the tokenizer run/step_00000003/tokenizer.bin is not data/text_tokenizer.bin, that of the run: "
         self.refused(2, words + "257 tokens, not 300", train="data/text_train_*.bin", init="run/step_00000003", steps=1)
@@ -532,9 +504,7 @@ class TokenizerBesideShards(Case):
 
     def test_a_folder_with_tokenizer_json_alone(self):
         """It is refused with the command that makes tokenizer.bin, also where --tokenizer is given. A run goes on."""
-        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
-        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
-                       capture_output=True)
+        self.prepare()
         made = dict(train="made/text_train_*.bin", steps=1)
         self.train(**made, out="run")
         step = self.dir / "run/step_00000001"
@@ -562,9 +532,7 @@ class TokenizerBesideShards(Case):
 
     def test_a_run_with_tokenizer_json(self):
         """A run of 0.1.0 with a tokenizer.json goes on with the .bin that is made of it."""
-        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
-        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
-                       capture_output=True)
+        self.prepare()
         (self.dir / "made/text_tokenizer.bin").rename(self.dir / "made/own.bin")
         (self.dir / "made/text_tokenizer.json").rename(self.dir / "made/own.json")
         made = dict(train="made/text_train_*.bin", out="run", vocab=257)
@@ -588,9 +556,7 @@ class TokenizerBesideShards(Case):
 
     def test_end_of_text_of_a_folder(self):
         """The end of text of the tokenizer is that of config.json and of the model's folder, whatever its usual name."""
-        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
-        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
-                       capture_output=True)
+        self.prepare()
         write_tokenizer(self.dir / "made/text_tokenizer.bin", [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], 3)
         self.train(train="made/text_train_*.bin", out="run", steps=1)
         step = self.dir / "run/step_00000001"
@@ -617,32 +583,6 @@ class TokenizerBesideShards(Case):
 
 
 class BadData(Case):
-    def test_headers(self):
-        good, bad = text(200), self.dir / "x_train_000001.bin"
-        write_shard(self.dir / "x_train_000000.bin", good)
-        for option in ("train", "val"):
-            for words, change in (
-                (("byte 0", "magic number 77"), dict(magic=77)),
-                (("byte 4", "version 2", "must be 1"), dict(version=2)),
-                (("byte 4", "version 1", "must be 7"), dict(magic=20240801)),
-                (("byte 8", "counts 201 tokens", "1426 bytes", "1424"), dict(count=201)),
-                (("byte 8", "counts -1 tokens"), dict(count=-1)),
-            ):
-                with self.subTest(option, **change):
-                    write_shard(bad, good, **change)
-                    self.refused(1, f"--{option}: x_train_000001.bin", *words, **{option: "x_train_*.bin", "out": "run"})
-            write_shard(bad, good)
-            whole = bad.read_bytes()
-            for size, words in ((0, "byte 0: the file ends inside the header"), (500, "byte 500: the file ends inside"),
-                                (1423, "cut off or altered")):
-                with self.subTest(option, size=size):
-                    bad.write_bytes(whole[:size])
-                    self.refused(1, f"--{option}: x_train_000001.bin", words, **{option: "x_train_*.bin", "out": "run"})
-            bad.unlink()
-            bad.mkdir()
-            self.refused(1, f"--{option}: x_train_000001.bin", "not a file", **{option: "x_train_*.bin", "out": "run"})
-            bad.rmdir()
-            self.refused(1, f"--{option}", "no file matches 'y_*.bin'", **{option: "y_*.bin", "out": "run"})
 
     def test_more_shards_than_the_soft_limit_of_open_files(self):
         """More shards than the soft limit stay open, and the log and checkpoint files can still be opened after them."""
