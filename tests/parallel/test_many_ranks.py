@@ -588,28 +588,6 @@ class Layouts(Case):
                             delta = SNR_CLOSE if key == "snr_db" else STATS_CLOSE
                             self.assertAlmostEqual(line[key], one[key], delta=delta, msg=f"{line}, not {one}")
 
-    def test_resume_on_another_layout(self):
-        """A run stops at steps 20 and 40, and resumes on another layout or on its first one."""
-        ranks, other = self.other_layout()
-        for name, places in (("same", [(RANKS, LAYOUT)] * 2), ("away", [(1, dict(ep=1)), (ranks, other)]),
-                             ("back", [(ranks, other), (RANKS, LAYOUT)])):
-            if CUDA and name == "same":
-                continue  # tested by Faults.goes_on
-            with self.subTest(name):
-                shutil.copytree(self.reference(), self.dir / name)
-                for step in (30, 40, 50, 60):
-                    shutil.rmtree(self.dir / name / f"step_000000{step}")
-                for (count, options), done, steps in zip(places, (20, 40), (40, 60)):
-                    outcome = self.on(count, out=name, resume=True, **{**RUN, **options, "steps": steps})
-                    self.assertIn(f"resumed    from {name}/step_000000{done}\n", outcome.out)
-                if name == "same":
-                    self.assert_same_run(self.dir / name, self.reference(), 60)
-                self.assertEqual(cli.curve(self.dir / name)[:20], cli.curve(self.reference())[:20])
-                self.assert_close(self.losses(self.dir / name), self.losses(self.reference()))
-                for key in ("step", "window", "updates", "data_hash"):
-                    last = [cli.manifest(out / "step_00000060")[key] for out in (self.dir / name, self.reference())]
-                    self.assertEqual(*last, key)
-
     @unittest.skipIf(CUDA, SAME_CODE)
     def test_resume_with_the_folder_alone(self):
         """All ranks take the options, layout included, from the record that rank 0 reads."""
