@@ -369,14 +369,6 @@ class Refused(Prepare):
             self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {self.out}: File too large\n"))
             self.assertEqual(sorted(os.listdir(self.out)), before)
 
-    def test_full_disk_behind_stdout(self):
-        a = self.write("a.txt", b"text\n" * 100)
-        with open("/dev/full", "w", encoding="utf-8") as full:
-            done = subprocess.run([sys.executable, os.path.join(SCRIPTS, "prepare_text.py"), a, "--out", self.out], stdout=full,
-                                  stderr=subprocess.PIPE, timeout=60, encoding="utf-8")
-        self.assertEqual((done.returncode, done.stderr), (1, "prepare_text.py: error: standard output: No space left on device\n"))
-        self.assertIn("text_tokenizer.bin", os.listdir(self.out))
-
     def test_file_systems_without_fsync(self):
         a, fsync = self.write("a.txt", b"text\n" * 100), os.fsync
 

@@ -203,13 +203,6 @@ class Bytes(Case):
         self.assertEqual((done.returncode, done.stderr), (1, f"prepare_eval.py: error: {self.out}: File too large\n"))
         self.assertEqual(os.listdir(self.dir), ["in.jsonl"])
 
-    def test_a_full_disk_behind_stdout_is_not_the_files_fault(self):
-        with open("/dev/full", "w", encoding="utf-8") as full:
-            done = subprocess.run([sys.executable, SCRIPT, self.write(PLAIN), "--out", self.out], stdout=full,
-                                  stderr=subprocess.PIPE, encoding="utf-8")
-        self.assertEqual((done.returncode, done.stderr), (1, "prepare_eval.py: error: standard output: No space left on device\n"))
-        self.assertEqual(len(read(self.out)[1]), 1)
-
 
 @unittest.skipUnless(tokenizers, "the tokenizers package is not installed")
 class Libraries(Case):

@@ -121,7 +121,8 @@ class Table(Prepare):
         self.assertEqual(read_table(os.path.join(self.folder, "m/my_tokenizer.bin")), ([b"</s>", b"x"], 1))
 
     def test_refused(self):
-        """One line with the reason, and no file."""
+        """One line with the reason, and no file. The largest id is taken."""
+        self.assertEqual(len(tokenizer_json.dense({2**24 - 1: b"a"})), 2**24)
         good = {"</s>": 0, "a": 1}
         for says, *what in (("a token has the id 16777216; train_moe takes ids below 16777216", {"</s>": 0, "b": 2**24}),
                             ("a token has the id -1", {"</s>": 0, "b": -1}), ("a token has the id 0.5", {"</s>": 0, "b": 0.5}),

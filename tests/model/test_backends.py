@@ -6,7 +6,6 @@ factor (bench/cpu.md), because AdamW divides it out, or attention matters little
 Skipped without a GPU.
 """
 import json
-import os
 import pathlib
 import subprocess
 import sys

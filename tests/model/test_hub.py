@@ -753,32 +753,6 @@ class Export(Case):
             self.assertEqual(re.findall(r"--(?:rms|yarn-|eps|muon-momentum|sample|mtp-weight-end|mtp-switch)\S* \S+", self.card(step)[0]), shown)
 
     @NEEDS
-    def test_card_without_losses(self):
-        """A log of another run, without the step or damaged gives no number, and neither does a renamed step."""
-        run, other = self.trained(save_every=4), self.trained("other", seed=2)
-        step, log = run / "step_00000008", (run / "log.jsonl").read_text("utf-8")
-        loss = cli.read_log(run)[1][-1]["loss"]
-        self.assertIn(f"nats a token: {loss:.4f}\n", self.card(run)[0])
-        unknown = ("- training loss of this step in nats a token: not recorded\n- validation loss in nats a token: not recorded\n"
-                   "- validation loss in bits a byte: not recorded\n")
-        first, *rows = log.splitlines(keepends=True)
-        for text in ((other / "log.jsonl").read_text("utf-8"), "".join([first, *rows[:7]]), "[]\n" + log, "", None,
-                     "".join([first, *rows[:7], re.sub(r"_loss\": [\d.]+|loss\": [\d.]+|byte\": [\d.]+",
-                                                       lambda m: m[0].partition(" ")[0] + " null", rows[7])])):
-            (run / "log.jsonl").unlink(missing_ok=True)
-            if text is not None:
-                (run / "log.jsonl").write_text(text, "utf-8")
-            self.assertIn(unknown, self.card(run)[0], text)
-        (run / "log.jsonl").write_text(log, "utf-8")
-        # A run that goes on, with options that may change, keeps the losses of its earlier steps.
-        self.trained(run.name, steps=9, val_tokens=64, save_every=4, resume=True)
-        self.assertIn(f"nats a token: {loss:.4f}\n", self.card(step)[0])
-        shutil.rmtree(run / "step_00000004", ignore_errors=True)
-        for name in ("step_00000004", "step_00000008.diverged"):
-            step = step.rename(run / name)
-            self.assertIn(unknown, self.card(step)[0])
-
-    @NEEDS
     def test_card_of_stages(self):
         """Tokens are those of all stages; a start from weights is named, and so are tokens that are not known."""
         first = self.trained("first")

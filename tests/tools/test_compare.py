@@ -1,14 +1,11 @@
 """scripts/compare_precision.py with the program TRAIN_MOE (build/cpu/train_moe): python3 tests/tools/test_compare.py"""
-import array
 import json
 import os
 import pathlib
-import random
 import re
 import shutil
 import signal
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -16,8 +13,10 @@ import time
 import unittest
 import xml.etree.ElementTree as ET
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-PROGRAM = os.path.abspath(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from cli import PROGRAM, ROOT, text, write_shard  # noqa: E402
+
 SVG = "{http://www.w3.org/2000/svg}"
 MODEL = """--layers 2 --dim 32 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 64 --experts 4
     --top-k 2 --expert-ffn 32 --seq-len 32 --batch 2 --lr 1e-2 --warmup 2""".split()
@@ -26,24 +25,14 @@ ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 SLOW = True
 
 
-def write_shard(path, count, seed):
-    """Writes words of a small lexicon, in an order that the seed sets."""
-    lexicon, rng, tokens = random.Random(1), random.Random(seed), []
-    words = [lexicon.sample(range(97, 123), 5) for _ in range(12)]
-    while len(tokens) < count:
-        tokens += rng.choice(words) + [32]
-    header = struct.pack("<3i", 20240520, 1, count).ljust(1024, b"\0")
-    path.write_bytes(header + array.array("H", tokens[:count]).tobytes())
-
-
 class Compare(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         folder = tempfile.TemporaryDirectory(prefix="train_moe_compare_")
         cls.addClassCleanup(folder.cleanup)
         cls.dir = pathlib.Path(folder.name)
-        write_shard(cls.dir / "text_train_000000.bin", 4000, 2)
-        write_shard(cls.dir / "text_val_000000.bin", 400, 3)
+        write_shard(cls.dir / "text_train_000000.bin", text(4000, 2))
+        write_shard(cls.dir / "text_val_000000.bin", text(400, 3))
         cls.data = ["--train", f"{cls.dir}/text_train_*.bin", "--val", f"{cls.dir}/text_val_*.bin"]
         cls.out = cls.dir / "all"
         cls.first = cls.compare(cls)
@@ -305,22 +294,16 @@ class Compare(unittest.TestCase):
         self.fails(self.command(out=self.dir / "file"), "file/bf16: Not a directory")
 
     def test_damaged_logs(self):
-        """A damaged log is an error that names it, before any run starts."""
+        """A damaged log is an error that names it, before any run starts. tests/tools/test_plot.py has other damages."""
         config, row = b'{"steps": 2}', b'{"step": 1, "loss": 1.0}'
-        first = [b"", b"1", b"[]", b"{}", b"x", b'{"steps": "10"}', b'{"steps": null}', b'{"steps": true}',
-                 b'{"steps": 1.5}', b'{"steps": [1]}', b"[" * 100000]
-        rows = [b"1", b"[]", b"{}", b'{"step": null}', b'{"step": "1"}', b'{"step": 1.0, "loss": 1.0}', b"[" * 100000]
-        rows += [b'{"step": 2, "%s": %s}' % pair for pair in (
-            (b"loss", b'"1.0"'), (b"loss", b"[]"), (b"loss", b"true"), (b"val_loss", b"{}"), (b"mem_gib", b'"1"'),
-            (b"tokens_per_s", b"[]"))]
+        first = [b"{}", b'{"steps": "10"}', b'{"steps": null}', b'{"steps": true}', b'{"steps": 1.5}']
+        rows = [b"{}", *(b'{"step": 2, "%s": "1"}' % key for key in (b"loss", b"val_loss", b"mem_gib", b"tokens_per_s"))]
         out = self.dir / "damaged"
         log = out / "bf16/log.jsonl"
         log.parent.mkdir(parents=True)
         for number, line in [(1, line) for line in first] + [(3, line) for line in rows]:
             log.write_bytes(b"\n".join([line, row] if number == 1 else [config, row, line]) + b"\n")
             self.fails(self.command(out=out), f"{log} is not a log of train_moe: line {number}: ")
-        log.write_bytes(b"")
-        self.fails(self.command(out=out), f"{log} is not a log of train_moe: it is empty")
         self.assertEqual(list(out.iterdir()), [log.parent])
 
     def test_numbers_that_are_not_finite(self):

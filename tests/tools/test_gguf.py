@@ -31,7 +31,6 @@ sys.path.insert(0, str(cli.ROOT / "scripts"))
 import gguf_tokens
 import to_gguf
 from tokenizer_json import token_bytes
-from test_script import locales
 
 try:
     import gguf
@@ -305,26 +304,6 @@ class Gguf(cli.Case):
         shutil.copy(release / "other.safetensors", step / "model.safetensors")
         self.assertIn("manifest.json does not list model.safetensors", self.convert(step, code=1))
 
-    def test_locales(self):
-        """Releases and GGUF files are the same bytes in every locale; options of the run are no ASCII."""
-        step, _ = self.trained(prompt="Größe ｜")
-        made = []
-        for name, environment in locales(self.dir).items():
-            made.append([])
-            for script, out in ("export.py", "Größe"), ("to_gguf.py", "Größe.gguf"):
-                (self.dir / name).mkdir(exist_ok=True)
-                done = subprocess.run([sys.executable, cli.ROOT / "scripts" / script, step, out.encode()], cwd=self.dir / name,
-                                      env=environment, capture_output=True)
-                upload = f"fill in the license in its README.md, then: hf upload USER/Gr-e '{out}'\n" if script == "export.py" else ""
-                self.assertEqual((done.returncode, done.stdout), (0, f"wrote {out}\n{upload}".encode()), f"{name}: {done.stderr}")
-            for at, _, files in os.walk(os.fsencode(self.dir / name)):
-                for file in sorted(files):
-                    with open(os.path.join(at, file), "rb") as read:
-                        made[-1].append((file, read.read()))
-        self.assertIn("Größe".encode(), dict(made[0])["Größe.gguf".encode()])
-        for others in made[1:]:
-            self.assertEqual(others, made[0])
-
     def test_a_full_disk(self):
         """It is one line with the file's name, wherever in the file, and leaves nothing."""
         step, _ = self.trained()
@@ -425,14 +404,6 @@ class Gguf(cli.Case):
         os.close(terminal)
         self.assertIn(b": 100 %", os.read(reader, 1 << 16))
         os.close(reader)
-
-    def test_two_at_once(self):
-        """The second of two runs with one name is refused, and the first writes the file."""
-        step, other = self.trained()[0], []
-        with mock.patch.object(to_gguf, "check", lambda _: other.append(self.convert(step, code=1, dtype="f16"))):
-            self.assertEqual(self.main(step), (0, ""))
-        self.assertIn("model.gguf.tmp is there already; remove it, if a killed run left it", other[0])
-        self.assertEqual(self.fields(self.dir / "model.gguf")["general.file_type"], 32)
 
     def test_odd_types(self):
         """An odd value anywhere in a release, which has no CRC-32, ends the script at once with a line that names the file."""

@@ -25,7 +25,6 @@ SCRIPT = pathlib.Path(__file__).resolve().parent.parent.parent / "scripts" / "lo
 sys.path.insert(0, str(SCRIPT.parent))
 sys.dont_write_bytecode = True
 import log_to  # noqa: E402
-from test_script import locales  # noqa: E402
 
 try:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -349,14 +348,6 @@ class TensorBoard(Case):
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
         self.assertEqual(process.returncode, -signal.SIGTERM)
-
-    def test_locales(self):
-        """The folder of a run is called like it, in the same bytes in every locale."""
-        os.rename(self.log("run", steps(1, 3)), os.fsencode(self.dir) + "/Größe".encode())
-        for name, environment in locales(self.dir).items():
-            done = subprocess.run([sys.executable, SCRIPT, "Größe".encode(), "--tensorboard", name], env=environment, capture_output=True)
-            self.assertEqual((done.returncode, done.stderr), (0, b""), name)
-            self.assertEqual(os.listdir(name.encode()), ["Größe".encode()])
 
     def test_a_full_disk_is_named(self):
         run = self.log("run", steps(1, 3))

@@ -59,6 +59,10 @@ class Card(unittest.TestCase):
                               ({"tokens-per-step": 32}, False)):
             card = self.card(dict(step=6, options=self.OPTIONS), [{**self.OPTIONS, **change}, dict(step=5, loss=9), dict(step=6, loss=1.25)])
             self.assertEqual("this step in nats a token: 1.2500\n" in card, known, change)
+        loss = dict(step=6, loss=1.25)
+        for log, step in (None, 6), ([[], self.OPTIONS, loss], 6), ([self.OPTIONS, dict(step=5, loss=9)], 6), ([self.OPTIONS, dict(step=6, loss=None)], 6), \
+                ([self.OPTIONS, loss, dict(step=7, loss=1.25)], 7):  # the folder is that of step 6
+            self.assertIn("this step in nats a token: not recorded\n", self.card(dict(step=step, options=self.OPTIONS), log), log)
 
     def test_names_of_the_hub(self):
         for text, want in (("my-model", "my-model"), ("a b", "a-b"), (".x..y--z.", "x-y-z"), ("\u4e2d", "NAME"), ("v0.1_b", "v0.1_b"),

@@ -1,6 +1,5 @@
 """scripts/plot_loss.py: python3 tests/tools/test_plot.py (standard library only; .png and .pdf where there is matplotlib)."""
 import contextlib
-import errno
 import io
 import json
 import lzma
@@ -115,15 +114,6 @@ class PlotLoss(unittest.TestCase):
         self.assertGreater(self.ys(curves[1])[0], float(box.get("y")))
         self.assertLess(self.ys(curves[1])[0], self.ys(curves[0])[0])  # 7.25 is above the first loss, 6
 
-    def test_several_runs_have_their_own_names_and_colours(self):
-        logs = [self.log(name, self.rows(20)) for name in ("a", "b", "c")]
-        root, texts, circles, curves = self.plot(*logs)
-        for name in "abc":
-            self.assertEqual(sum(t.startswith(name + " (") for t in texts), 1)
-        colours = {p.get("stroke") for g in root.iter(SVG + "g") for p in g.iter(SVG + "path")}
-        self.assertEqual(len(colours), 3)
-        self.assertEqual((len(circles), len(curves)), (0, 6))
-
     def test_same_folder_name_takes_the_one_above(self):
         _, texts, _, _ = self.plot(self.log("x/run", self.rows(5)), self.log("y/run", self.rows(5)))
         for name in ("x/run", "y/run"):
@@ -216,12 +206,6 @@ class PlotLoss(unittest.TestCase):
         _, texts, _, _ = self.plot(self.log("l", self.rows(100)), "--y-range", 1, 2)
         self.assertIn("1.0", texts)
         self.assertNotIn("3.0", texts)
-
-    def test_average_of_a_constant_is_the_constant(self):
-        rows = [{"step": s, "loss": 2.5} for s in range(1, 30)]
-        _, texts, _, curves = self.plot(self.log("flat", rows), "--smooth", 5)
-        self.assertTrue(any("training loss 2.5)" in t for t in texts))
-        self.assertEqual(len({y for d in curves for y in self.ys(d)}), 1)
 
     def test_one_step(self):
         self.plot(self.log("one", self.rows(1)))
@@ -487,26 +471,6 @@ class PlotLoss(unittest.TestCase):
         done = subprocess.run([*command[:2], "none.jsonl"], cwd=self.dir, capture_output=True, encoding="utf-8")
         self.assertEqual((done.returncode, done.stderr),
                          (1, "plot_loss.py: error: none.jsonl: cannot read it: No such file or directory\n"))
-
-    def test_the_picture_replaces_what_was_there_when_it_is_whole(self):
-        """Links are not followed, a full disk leaves the old picture, and an existing temporary file is not touched."""
-        log, victim = self.log("first", self.rows(3)), self.dir / "victim"
-        for suffix in (".svg", ".pdf")[:2 if matplotlib else 1]:
-            victim.write_text("precious", "utf-8")
-            out = self.dir / f"out{suffix}"
-            out.symlink_to(victim)
-            done = self.run_script(log, "--out", out)
-            self.assertEqual((done.returncode, done.stdout), (0, f"wrote {out}\n"))
-            self.assertEqual((out.is_symlink(), victim.read_text("utf-8")), (False, "precious"))
-            part, before = self.dir / f"out{suffix}.tmp", out.read_bytes()
-            part.symlink_to(victim)
-            self.assertEqual(self.run_script(log, "--out", out).stderr,
-                             f"plot_loss.py: error: --out {out}: {part} is there already; remove it, if a killed run left it\n")
-            part.unlink()
-            with mock.patch.object(plot_loss.script.os, "replace", side_effect=OSError(errno.ENOSPC, "No space left on device")):
-                self.assertEqual(self.run_script(log, "--out", out).stderr,
-                                 f"plot_loss.py: error: {out}: cannot write it: No space left on device\n")
-            self.assertEqual((out.read_bytes(), victim.read_text("utf-8"), part.exists()), (before, "precious", False))
 
     def test_a_full_disk(self):
         """It is one line with the picture's name, and leaves no file."""

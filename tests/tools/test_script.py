@@ -100,7 +100,7 @@ class FullDisk(Case):
         (self.dir / "bf16/log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n', "utf-8")
         (self.dir / "bf16/options.txt").write_text("--x --seed 1 --data-seed 1\n", "utf-8")
         for name, arguments in (("plot_loss", ["log.jsonl"]), ("bigram", ["shard.bin", "shard.bin", "--seq-len", "2"]),
-                                ("prepare_eval", ["in.jsonl", "--out", "out"]), ("prepare_text", ["--help"]),
+                                ("prepare_eval", ["in.jsonl", "--out", "out"]), ("prepare_text", ["in.jsonl", "--field", "context", "--val-fraction", "0", "--overwrite", "--out", "new"]),
                                 ("compare_precision", ["--program", "shard.bin", "--out", ".", "--only", "bf16", "--", "--x"])):
             for unbuffered in ((), ("-u",)):
                 with open("/dev/full", "w", encoding="utf-8") as full:
@@ -172,6 +172,10 @@ class InPlace(Case):
         with self.assertRaises(ZeroDivisionError), script.in_place(path):
             part.write_text("half", "utf-8")
             1 / 0
+        (self.dir / "link").symlink_to(path)
+        with script.in_place(self.dir / "link") as new:  # a link is replaced, and its target stays
+            new.write_text("new", "utf-8")
+        self.assertFalse((self.dir / "link").is_symlink())
         self.assertEqual((path.read_text("utf-8"), part.exists(), script.unfinished), ("precious", False, []))
         part.write_text("another's", "utf-8")
         with self.assertRaises(script.Failure) as caught, script.in_place(path):
