@@ -554,17 +554,6 @@ class NotFiles(Prepare):
         self.run_it(top, "--val-fraction", "0")
         self.assertEqual(self.documents("train"), [b"b.txt", b"a/z.txt", b"a/b/y.txt", b"c/x.txt", b"last"])
 
-    def test_loops(self):
-        self.write("d/sub/a.txt", b"text")
-        d = os.path.join(self.folder, "d")
-        os.symlink("..", os.path.join(d, "sub/up"))
-        self.assertIn(f": 1 left out (a link to a folder), such as {d}/sub/up\n", self.run_it(d, "--val-fraction", "0"))
-        self.assertEqual(self.documents("train"), [b"text"])
-        os.symlink("self.txt", os.path.join(d, "self.txt"))
-        self.assertIn(f": 1 left out (a link that leads nowhere), such as {d}/self.txt\n",
-                      self.run_it(d, "--val-fraction", "0", "--overwrite"))
-        self.fails(os.path.join(d, "self.txt"), "--overwrite", says="d/self.txt: Too many levels of symbolic links")
-
 
 class UseLine(Prepare):
     def words(self, printed):

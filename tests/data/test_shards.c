@@ -1,5 +1,6 @@
 // Shards, the order in which training reads them, and the loader. All comparisons here are exact.
 #include <stdbool.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -169,6 +170,9 @@ static void test_shards_refused(void) {
     DIES(open_none, "train_moe: error: ", "--train", "nothing_*.bin", "no file matches", "prepare_text.py");
     DIES(open_no_folder, "--train", "none/x_*.bin");
     DIES(open_folder, "--train", folder, "not a file");
+    ASSERT(mkfifo(in_folder("bad.bin"), 0600) == 0);  // without a writer an open would wait
+    DIES(open_bad, "--train", "bad.bin", "not a file");
+    remove_matching("bad.bin");
 
     int32_t header[256] = {20240520, 1, 0};
     for (int n = 0; n < 1024; n += 341) {

@@ -126,16 +126,6 @@ class Processors(cli.Case):
         """A program started by the dynamic loader, perhaps with the loader's options, does not restart itself."""
         self.assertEqual(self.process(glob.glob("/lib64/ld-linux-*")[0])[0], {})
 
-    def test_bits(self):
-        """The bits depend neither on the number of threads nor on OMP_WAIT_POLICY."""
-        curves = []
-        for i, (threads, policy) in enumerate([(1, None), (2, "active"), (2, "passive"), (2, None), (3, None), (5, "passive")]):
-            done = self.start(threads=threads, variables={"OMP_WAIT_POLICY": policy} if policy else {}, steps=10, out=f"{i}")
-            self.assertEqual(done.returncode, 0, done.stderr)
-            curves.append(cli.curve(self.dir / f"{i}"))
-        for other in curves[1:]:
-            self.assertEqual(other, curves[0])
-
     def failure(self, done, code):
         """The message, which must be all that the run wrote to stderr."""
         self.assertEqual(done.returncode, code, done.stderr)

@@ -139,20 +139,6 @@ class Leftovers(Case):
         out.chmod(0o700)
         self.assertEqual(snapshot(out), snapshot(self.reference()))
 
-    def test_pipes(self):
-        """A FIFO is refused: it has no writer here, so a reader would wait forever."""
-        for name in ("log.jsonl", "step_00000020/manifest.json", "step_00000020/block_001.safetensors", "train.bin", "t.bin"):
-            with self.subTest(name):
-                out = self.copy_of(self.reference())
-                path = out / name
-                path.unlink(missing_ok=True)
-                os.mkfifo(path)
-                options = {"train.bin": dict(train=path), "t.bin": dict(tokenizer=path)}.get(name, {})
-                refusal = not name.startswith("step")
-                done = self.train(1 if refusal else 0, out="run", resume=True, steps=20, **options)
-                self.assertIn(f"{name}: ", done.stderr)
-                self.assertIn("not a file", done.stderr)
-
     def test_files_far_too_large(self):
         """Files that are far too large are refused: they are sparse on the disk, but would fill the memory."""
         for name, code in (("step_00000020/manifest.json", 0), ("log.jsonl", 1), ("t.bin", 1)):

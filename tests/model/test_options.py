@@ -411,12 +411,7 @@ class TokenizerBesideShards(Case):
         self.train(train="made/text_train_*.bin", out="run", steps=3, save_every=1)
         words = "--init: the tokenizer run/step_00000003/tokenizer.bin is not data/text_tokenizer.bin, that of the run: "
         self.refused(2, words + "257 tokens, not 300", train="data/text_train_*.bin", init="run/step_00000003", steps=1)
-        tokens = [bytes([i]) for i in range(256)] + [b"<end>"]
-        write_tokenizer(self.beside, tokens[::-1])
-        self.refused(2, words + "end of text is token 256, not 0", train="data/text_train_*.bin", init="run/step_00000003", steps=1)
-        write_tokenizer(self.beside, tokens[1:256] + tokens[:1] + tokens[256:], 256)
-        self.refused(2, words + "the bytes of token 0 differ", train="data/text_train_*.bin", init="run/step_00000003", steps=1)
-        write_tokenizer(self.beside, tokens, 256, version=3)  # the same, in the other form
+        write_tokenizer(self.beside, [bytes([i]) for i in range(256)] + [b"<end>"], 256, version=3)  # the same, in the other form
         write_shard(self.dir / "data/text_train_000000.bin", text(1200))
         self.train(train="data/text_train_*.bin", init="run/step_00000003", steps=1)
         done = self.train(train="made/text_train_*.bin", init="run", steps=1)

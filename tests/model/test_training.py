@@ -1,20 +1,17 @@
 #!/usr/bin/env python3
 """Results and log of a run: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_training.py"""
-import array
 import math
 import pathlib
 import re
 import shutil
 import socket
-import struct
-import subprocess
 import sys
 import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import (Case, LOG_FIELDS, PROGRAM, SMALL, checkpoints, command, curve, main, manifest, read_log, snapshot, text,  # noqa: E402
+from cli import (Case, LOG_FIELDS, PROGRAM, SMALL, checkpoints, command, curve, main, manifest, read_log, text,  # noqa: E402
                  write_tokenizer)
 
 CUDA = pathlib.Path(PROGRAM).parent.name == "cuda"
@@ -256,12 +253,6 @@ class NotFinite(Case):
             self.assertIn(f"saved run/step_{last:08d}", done.stdout)
             self.assertEqual((checkpoints(self.dir / "run"), again), (left, last))
 
-    def test_the_only_checkpoint_stays(self):
-        _, last = self.diverging(save_every=1)
-        shutil.rmtree(self.dir / "run")
-        self.diverging(save_every=last)
-        self.assertEqual(checkpoints(self.dir / "run"), [f"step_{last:08d}"])
-
     def test_a_run_that_ends_in_a_bad_step_saves_the_last_good_one(self):
         done, last = self.diverging()
         updates = len(self.good(done, last))
@@ -271,30 +262,6 @@ class NotFinite(Case):
             self.assertEqual(checkpoints(self.dir / "run"), [f"step_{last:08d}"])
             self.assertEqual(len(read_log(self.dir / "run")[1]), steps)
             self.assertEqual(manifest(self.dir / f"run/step_{last:08d}")["updates"], updates)
-
-    def test_no_infinite_number_is_saved(self):
-        """No checkpoint has an infinite number, for options that let gradients, moments or weights grow without bound."""
-        for options in (dict(lr=1, weight_decay=1, beta1=0, beta2=0), dict(lr=100, weight_decay=100),
-                        dict(lr=100, weight_decay=100, beta1=0), dict(lr=30, weight_decay=0),
-                        dict(lr=3, weight_decay=1, beta1=0.999999, beta2=0.999999), dict(lr=1, route_scale=1e6)):
-            with self.subTest(options):
-                shutil.rmtree(self.dir / "run", ignore_errors=True)
-                done = subprocess.run(command(train=self.train_glob, out=self.dir / "run", clip=0, steps=15, save_every=1,
-                                              keep=99, **{"lr": 1, **options}), capture_output=True, encoding="utf-8")
-                self.assertIn(done.returncode, (0, 1), done.stderr)
-                self.assertTrue(checkpoints(self.dir / "run"))
-                for path in (self.dir / "run").glob("step_*/*.safetensors"):
-                    data = path.read_bytes()
-                    start = 8 + struct.unpack("<Q", data[:8])[0]
-                    numbers = array.array("f", data[start:])
-                    self.assertTrue(all(map(math.isfinite, numbers)), path)
-
-    def test_divergence(self):
-        done = self.train(1, out="run", steps=100, lr=100, clip=0, weight_decay=100)
-        self.assertIn("3 steps in a row were not finite", done.stderr)
-        self.assertEqual(list(snapshot(self.dir / "run")), ["log.jsonl"])
-        steps = read_log(self.dir / "run")[1]
-        self.good(done, len(steps) - 3)
 
 
 if __name__ == "__main__":
