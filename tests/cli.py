@@ -92,6 +92,14 @@ def seal_manifest(checkpoint, record):
     (checkpoint / "manifest.json").write_text(body + ',\n"manifest_crc32": %d}\n' % zlib.crc32(body.encode()), "utf-8")
 
 
+def tensors(path):
+    """{name: (shape, bytes)} of the tensors of a safetensors file, in its order."""
+    data = path.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    return {name: (entry["shape"], data[start + entry["data_offsets"][0]:start + entry["data_offsets"][1]])
+            for name, entry in json.loads(data[8:start]).items() if name != "__metadata__"}
+
+
 def tensor_start(data, name):
     """The byte at which a tensor begins in a safetensors file."""
     length, = struct.unpack("<Q", data[:8])

@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import cli  # noqa: E402
 import test_hub  # noqa: E402
-from test_hub import CLOSE, NEEDS, TOKENS, VOCAB  # noqa: E402
+from test_hub import CLOSE, NEEDS  # noqa: E402
 
 SLOW = True
 
@@ -26,10 +26,6 @@ except ImportError:
 
 
 class Module(test_hub.Case):
-    def trained(self, name="run", **options):
-        self.train(out=name, **{"val": self.val, "vocab": VOCAB, "steps": 8, **TOKENS, **options})
-        return self.dir / name
-
     def begun(self, folder, mtp, code=0, balance="none"):
         """The first step's log and the output of a run that begins with a folder's weights and does not change them."""
         out = self.dir / f"begun{len(list(self.dir.iterdir()))}"

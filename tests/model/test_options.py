@@ -6,12 +6,12 @@ may be harmed.
 """
 import itertools
 import json
+import math
 import os
 import pathlib
 import random
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -19,7 +19,7 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import (Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, manifest, seal_manifest, snapshot, text,  # noqa: E402
+from cli import (Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, manifest, seal_manifest, snapshot, tensors, text,  # noqa: E402
                  write_manifest, write_shard, write_tokenizer)
 
 ANY_GPU = ["--gpu-memory", 10**6]  # GiB: with it every plan of a preset fits
@@ -951,14 +951,7 @@ class Reports(Case):
             total = int(re.search(r"parameters (\d+), active", self.train(dry_run=True, mtp=mtp).stdout).group(1))
             stored = 0
             for path in (self.reference(mtp=mtp) / "step_00000020").glob("block_???.safetensors"):
-                data = path.read_bytes()
-                header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
-                for name, tensor in header.items():
-                    if name != "__metadata__" and not name.endswith("e_score_correction_bias"):
-                        size = 1
-                        for n in tensor["shape"]:
-                            size *= n
-                        stored += size
+                stored += sum(math.prod(shape) for name, (shape, _) in tensors(path).items() if not name.endswith("e_score_correction_bias"))
             self.assertEqual(stored, total)
 
     def test_samples(self):

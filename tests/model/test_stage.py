@@ -5,16 +5,14 @@ A run of N1 + N2 steps equals a run of N1 and a stage of N2 bit for bit, where t
 first update of a stage is computed again from the files.
 """
 import array
-import json
 import math
 import pathlib
 import shutil
-import struct
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import (Case, PROGRAM, checkpoints, curve, main, manifest, read_log, snapshot, text, write_manifest,  # noqa: E402
+from cli import (Case, PROGRAM, checkpoints, curve, main, manifest, read_log, snapshot, tensors, text, write_manifest,  # noqa: E402
                  write_shard)
 from run import mpirun  # noqa: E402
 
@@ -41,17 +39,9 @@ def permute(seed, epoch, i, n):
             return i
 
 
-def tensors(checkpoint):
+def floats(checkpoint):
     """All tensors of a checkpoint, by name, as lists of float32."""
-    found = {}
-    for path in checkpoint.glob("*.safetensors"):
-        data = path.read_bytes()
-        length, = struct.unpack("<Q", data[:8])
-        for name, entry in json.loads(data[8:8 + length]).items():
-            if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                found[name] = array.array("f", data[8 + length + start:8 + length + end])
-    return found
+    return {name: array.array("f", data) for path in checkpoint.glob("*.safetensors") for name, (_, data) in tensors(path).items()}
 
 
 class Stages(Case):
@@ -166,7 +156,7 @@ class Stages(Case):
         """The first update of a stage with another learning rate, from the files: old moments, and corrections for step 11."""
         old = self.first(STEPS)
         self.stage("--steps", 1, "--lr", 1e-2, "--weight-decay", 0.2, init=old)
-        a, b = tensors(old / "step_00000010"), tensors(self.dir / "run/step_00000001")
+        a, b = floats(old / "step_00000010"), floats(self.dir / "run/step_00000001")
         self.assertEqual(a.keys(), b.keys())
         for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.experts.3.up_proj.weight"):
             decay = 0 if name == "model.norm.weight" else 0.2

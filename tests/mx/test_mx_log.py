@@ -3,7 +3,6 @@
 TRAIN_MOE=build/cpu/train_moe python3 tests/mx/test_mx_log.py
 """
 import itertools
-import json
 import math
 import pathlib
 import struct
@@ -11,15 +10,13 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import Case, LOG_FIELDS, PROGRAM, main, read_log, tensor_start  # noqa: E402
+from cli import Case, LOG_FIELDS, PROGRAM, main, read_log, tensors  # noqa: E402
 
 
 def tensor(path, name):
     """The rows of a float32 matrix in a safetensors file."""
-    data = path.read_bytes()
-    length, = struct.unpack("<Q", data[:8])
-    rows, columns = json.loads(data[8:8 + length])[name]["shape"]
-    values = struct.unpack_from(f"<{rows * columns}f", data, tensor_start(data, name))
+    (rows, columns), data = tensors(path)[name]
+    values = struct.unpack(f"<{rows * columns}f", data)
     return [list(values[r * columns:(r + 1) * columns]) for r in range(rows)]
 
 

@@ -7,14 +7,12 @@ message that names the rank and the reason. The run then resumes from its newest
 a run without the fault.
 """
 import concurrent.futures
-import json
 import os
 import pathlib
 import re
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -547,14 +545,8 @@ class Layouts(Case):
     def test_selection_biases(self):
         """The first step gives the same bits on 1 to 8 ranks, in 1 to 4 micro-steps, with MTP and recomputation too."""
         def biases(out):
-            found = {}
-            for path in sorted((self.dir / out / "step_00000001").glob("block_[0-9]*[0-9].safetensors")):
-                data = path.read_bytes()
-                start = 8 + struct.unpack("<Q", data[:8])[0]
-                for name, entry in json.loads(data[8:start]).items():
-                    if name.endswith("e_score_correction_bias"):
-                        found[name] = data[start + entry["data_offsets"][0]:start + entry["data_offsets"][1]]
-            return found
+            return {name: data for path in (self.dir / out / "step_00000001").glob("block_*.safetensors")
+                    for name, (_, data) in cli.tensors(path).items() if name.endswith("e_score_correction_bias")}
         for kind, more in (("sigmoid", dict(mtp=1)), ("softmax", dict(score="softmax", route_norm=0, recompute="block"))):
             options = dict(steps=1, save_every=None, seq_len=24, tokens_per_step=8 * 24, layers=3, experts=8, **more)
             self.on(1, out=kind, batch=8, **{**RUN, **options})

@@ -40,24 +40,22 @@ class Build(unittest.TestCase):
         (self.dir / "scripts/probe.sh").write_text("echo probe; sleep 0.5; echo end of probe\n", "utf-8")
         for target in (["all", "-j8"], ["train"]):
             shutil.rmtree(self.dir / "build", ignore_errors=True)
-            done = subprocess.run(["make", "MPI=0", "CBLAS_LIB=", "HAVE_GPU=", f"CC={self.dir}/bin/nvcc", "ARCHS=80", "JOBS=8", *target],
-                                  cwd=self.dir, env=self.environment(), timeout=60, capture_output=True, encoding="utf-8")
+            done = self.start(["make", "MPI=0", "CBLAS_LIB=", "HAVE_GPU=", f"CC={self.dir}/bin/nvcc", "ARCHS=80", "JOBS=8", *target])
             self.assertEqual((done.returncode, done.stdout.splitlines()[:2]), (0, ["probe", "end of probe"]), done.stderr)
             self.assertIn("  LINK  build/cpu/train_moe", done.stdout.splitlines()[2:])
 
     def test_visible_gpus(self):
         """`make` counts the GPUs that CUDA_VISIBLE_DEVICES leaves, of two or of none."""
-        smi = self.dir / "bin/nvidia-smi"
-        for said, counts in (("echo 0; echo 1", (2, 0, 0, 1, 1, 2)), ("echo No devices were found; exit 6", 6 * (0,))):
-            smi.write_text(f"#!/bin/sh\n{said}\n", "utf-8")
-            smi.chmod(0o755)
-            for visible, count in zip((None, "", "-1", "0", "1", "0,1"), counts):
-                environment = {name: value for name, value in self.environment().items() if name != "CUDA_VISIBLE_DEVICES"}
-                if visible is not None:
-                    environment["CUDA_VISIBLE_DEVICES"] = visible
-                done = subprocess.run(["make", "--eval", "show: ; @echo $(GPUS)", "show", "MPI=0", "ARCHS=80"], cwd=self.dir, env=environment,
-                                      timeout=60, capture_output=True, encoding="utf-8")
-                self.assertEqual(done.stdout, f"{count}\n", f"{said}: {visible}")
+        for said, visible, count in (("echo 0; echo 1", None, 2), ("echo 0; echo 1", "", 0), ("echo 0; echo 1", "-1", 0), ("echo 0; echo 1", "1", 1),
+                                     ("echo 0; echo 1", "0,1", 2), ("echo No devices were found; exit 6", None, 0)):
+            self.program("nvidia-smi", said + "\n")
+            environment = {name: value for name, value in self.environment().items() if name != "CUDA_VISIBLE_DEVICES"}
+            environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+            done = self.start(["make", "--eval", "show: ; @echo $(GPUS)", "show", "MPI=0", "ARCHS=80"], environment)
+            self.assertEqual(done.stdout, f"{count}\n", f"{said}: {visible}")
+
+    def start(self, command, environment=None):
+        return subprocess.run(command, cwd=self.dir, env=environment or self.environment(), timeout=60, capture_output=True, encoding="utf-8")
 
     def program(self, name, text):
         (self.dir / "bin" / name).write_text("#!/bin/sh\n" + text, "utf-8")
@@ -67,8 +65,7 @@ class Build(unittest.TestCase):
         """Only goals that need the GPUs ask nvidia-smi. One that hangs is left after its limit, with a line."""
         self.program("nvidia-smi", "trap '' TERM\necho asked >>asked\nsleep 1000\n")
         self.program("timeout", "shift 3\nexec %s -k 0.5 0.5 \"$@\"\n" % shutil.which("timeout"))
-        run = lambda *goals: subprocess.run(["make", "MPI=0", *goals], cwd=self.dir, env=self.environment(), timeout=60,
-                                            capture_output=True, encoding="utf-8")
+        run = lambda *goals: self.start(["make", "MPI=0", *goals])
         for goals in (["help"], ["cpu", "-n"], ["clean"], ["test-build", "-n"], ["cuda", "-n", "ARCHS=80"]):
             done = run(*goals)
             self.assertEqual((done.returncode, done.stderr), (0, ""), goals)
@@ -80,10 +77,10 @@ class Build(unittest.TestCase):
         for name in ("mpicc", "mpirun", "git", "python"):
             self.program(name, "sleep 1000\n")
         (self.dir / ".git").mkdir()
-        done = subprocess.run(["make", "cpu", "-n", "PYTHON=python"], cwd=self.dir, env=self.environment(), timeout=60, capture_output=True, encoding="utf-8")
+        done = self.start(["make", "cpu", "-n", "PYTHON=python"])
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertIn("parallel/ranks_one.c", done.stdout)
-        done = subprocess.run(["sh", ROOT / "scripts/probe.sh"], cwd=self.dir, env=self.environment(), timeout=60, capture_output=True, encoding="utf-8")
+        done = self.start(["sh", ROOT / "scripts/probe.sh"])
         self.assertRegex(done.stdout, r"(?m)^GPU +none$")
 
     def test_what_drivers_answer(self):
@@ -91,8 +88,7 @@ class Build(unittest.TestCase):
         for said, arches in (("9.0\n9.0\n12.0", ["90a", "120"]), ("[N/A]", None), ("[Not Supported]", None),
                              ('Field "compute_cap" is not a valid field to query.', None)):
             self.program("nvidia-smi", f"case $1 in *index*) echo 0 ;; *) echo '{said}' ;; esac\n")
-            done = subprocess.run(["make", "--eval", "show: ; @echo '$(GPU_CODE)'", "show", "MPI=0"], cwd=self.dir, env=self.environment(),
-                                  timeout=60, capture_output=True, encoding="utf-8")
+            done = self.start(["make", "--eval", "show: ; @echo '$(GPU_CODE)'", "show", "MPI=0"])
             self.assertEqual(done.stderr, "")
             self.assertEqual(sorted(re.findall(r"code=sm_(\w+)", done.stdout)), sorted(arches or ["80", "86", "89", "90a", "100", "120"]), said)
 
@@ -101,16 +97,14 @@ class Build(unittest.TestCase):
         for cuda, given in ((False, "CFLAGS=-O1"), (False, "CPPFLAGS=-DX"), (True, "NVCCFLAGS=-O1")):
             folder = "build/cuda" if cuda else "build/cpu"
             objects = [f"{folder}/{name}.o" for name in ("parallel/ranks_mpi", "layers/draw", "device/version")]
-            done = subprocess.run(["make", "-n", "MPI=1", "ARCHS=80", "MPI_FLAGS=-Impi", "MPI_LIBS=", given, *objects], cwd=self.dir,
-                                  env=self.environment(), timeout=60, capture_output=True, encoding="utf-8")
+            done = self.start(["make", "-n", "MPI=1", "ARCHS=80", "MPI_FLAGS=-Impi", "MPI_LIBS=", given, *objects])
             self.assertEqual(done.returncode, 0, done.stderr)
             lines = [next(line for line in done.stdout.splitlines() if f"-o {name}" in line) for name in objects]
             for line, own in zip(lines, ("-Impi", "--fmad=false" if cuda else "-ffp-contract=off", "-DCOMMIT=")):
                 for flag in (own, "-I.", "-fopenmp", "-std=", given.partition("=")[2]):
                     self.assertIn(flag, line)
         for given in ("SANITIZE=1 CFLAGS=-O1".split(), ["SANITIZE=1"]):
-            done = subprocess.run(["make", "-n", "MPI=0", *given, "build/cpu-sanitize/train_moe"], cwd=self.dir, env=self.environment(),
-                                  timeout=60, capture_output=True, encoding="utf-8")
+            done = self.start(["make", "-n", "MPI=0", *given, "build/cpu-sanitize/train_moe"])
             self.assertTrue(all("-fsanitize=address" in line for line in done.stdout.splitlines() if " -o " in line))
 
     def test_setup_waits_for_another_apt(self):
@@ -124,8 +118,7 @@ case $* in *update*) [ -e second ] || { touch second; echo E: $WHY >&2; exit 100
             self.program("apt-get", apt)
             for name in ("said", "second"):
                 (self.dir / name).unlink(missing_ok=True)
-            done = subprocess.run(["sh", ROOT / "scripts/setup.sh"], cwd=self.dir, timeout=60, capture_output=True, encoding="utf-8",
-                                  env=self.environment() | {"CC": "no-compiler", "MPI": "0", "WHY": why})
+            done = self.start(["sh", ROOT / "scripts/setup.sh"], self.environment() | {"CC": "no-compiler", "MPI": "0", "WHY": why})
             self.assertEqual(done.returncode, code, done.stderr)
             said = (self.dir / "said").read_text("utf-8")
             self.assertEqual((said.count("slept 10"), said.count(" update "), said.count(" install ")), (slept, 1 + slept, slept))
@@ -147,8 +140,7 @@ case $* in *update*) [ -e second ] || { touch second; echo E: $WHY >&2; exit 100
     def test_find(self):
         """A library is found from every variable, at the compiler, in pkg-config and pip's packages, in this order."""
         environment, places = self.environment() | {"CC": "cc"}, []
-        find = lambda: subprocess.run(["sh", ROOT / "scripts/find.sh", "fake", "fake.h", "other", "fake"], env=environment, timeout=60,
-                                      capture_output=True, encoding="utf-8")
+        find = lambda: self.start(["sh", ROOT / "scripts/find.sh", "fake", "fake.h", "other", "fake"], environment)
         self.assertEqual((find().returncode, find().stdout, find().stderr), (0, "", ""))
         pip = environment["PIP"] = str(self.tree("pip", "fake", end=".2"))
         places.append(f"-I{pip}/include -L{pip}/lib -Wl,-rpath,{pip}/lib -l:libfake.so.2")
@@ -173,8 +165,7 @@ case $* in *update*) [ -e second ] || { touch second; echo E: $WHY >&2; exit 100
         """The CUDA build compiles and links with the NCCL of NCCL_HOME, and cuBLAS of CUDA_HOME, whose nvcc it takes."""
         nccl, cuda = self.tree("nccl", "nccl"), self.tree("cuda", "cublasLt")
         shutil.copytree(self.dir / "bin", cuda / "bin")
-        done = subprocess.run(["make", "-n", "cuda", "MPI=0", "ARCHS=80"], cwd=self.dir, timeout=60, capture_output=True, encoding="utf-8",
-                              env=self.environment() | {"NCCL_HOME": str(nccl), "CUDA_HOME": str(cuda)})
+        done = self.start(["make", "-n", "cuda", "MPI=0", "ARCHS=80"], self.environment() | {"NCCL_HOME": str(nccl), "CUDA_HOME": str(cuda)})
         link = re.search(r"(?m)^.*LINK .*$", done.stdout)[0]
         for flag in (f"{cuda}/bin/nvcc", f"-I{nccl}/include", f"-L{nccl}/lib", f"-Xlinker -rpath,{nccl}/lib", "-l:libnccl.so",
                      f"-L{cuda}/lib64", "-l:libcublasLt.so"):
@@ -185,18 +176,15 @@ case $* in *update*) [ -e second ] || { touch second; echo E: $WHY >&2; exit 100
         nvcc = self.dir / "site/nvidia/cu13/bin/nvcc"
         nvcc.parent.mkdir(parents=True)
         (self.dir / "bin/nvcc").rename(nvcc)
-        done = subprocess.run(["make", "-pn", "help", "MPI=0", f"PYTHON={sys.executable}"], cwd=self.dir, timeout=60,
-                              capture_output=True, encoding="utf-8",
-                              env=self.environment() | {"PATH": f"{self.dir}/bin:/usr/bin:/bin", "PYTHONPATH": f"{self.dir}/site"})
+        done = self.start(["make", "-pn", "help", "MPI=0", f"PYTHON={sys.executable}"],
+                          self.environment() | {"PATH": f"{self.dir}/bin:/usr/bin:/bin", "PYTHONPATH": f"{self.dir}/site"})
         if not shutil.which("nvcc", path="/usr/bin:/bin"):
             self.assertRegex(done.stdout, rf"(?m)^HAVE_NVCC := {re.escape(str(nvcc))}$")
 
     def test_probe(self):
         """The probe prints the folder of a library, or the commands that install it, and the reason for the CPU build alone."""
-        (self.dir / "bin/nvidia-smi").write_text("#!/bin/sh\necho A card, 8.9, 580.1\n", "utf-8")
-        (self.dir / "bin/nvidia-smi").chmod(0o755)
-        say = lambda **names: subprocess.run(["sh", ROOT / "scripts/probe.sh"], env=self.environment() | names, timeout=60, check=True,
-                                             capture_output=True, encoding="utf-8").stdout
+        self.program("nvidia-smi", "echo A card, 8.9, 580.1\n")
+        say = lambda **names: self.start(["sh", ROOT / "scripts/probe.sh"], self.environment() | names).stdout
         text = say(CBLAS_LIB="-I/o/include -L/o/lib -lopenblas", ZLIB="-lz")
         for line in (r"GPU +A card, 8\.9, 580\.1", r"nvcc +none: the CPU build alone is made, although there is a GPU: .*compiler.*",
                      r" +Debian: apt install cuda-toolkit.*; conda: conda install -c conda-forge cuda-nvcc .*; cluster: module load cuda",
@@ -232,8 +220,8 @@ esac
         (self.dir / "bench").unlink()
         (self.dir / "bench").mkdir()
         shutil.copy(ROOT / "bench/report.sh", self.dir / "bench")
-        report = lambda own, fit: subprocess.run(["sh", self.dir / "bench/report.sh"], timeout=60, capture_output=True, encoding="utf-8",
-                                                 env=self.environment() | {"PYTHON": sys.executable, "OWN": own, "FIT": str(fit)})
+        report = lambda own, fit: self.start(["sh", self.dir / "bench/report.sh"], self.environment() |
+                                             {"PYTHON": sys.executable, "OWN": own, "FIT": str(fit)})
         done = report("own", 3)
         self.assertEqual(done.returncode, 0, done.stdout)
         said = ["builds build/cuda/train_moe; this takes minutes", "makes shards of data/repository.txt.xz", "the card's own rates",
@@ -276,8 +264,7 @@ esac
 
     def made(self, *arguments):
         """The objects that `make` compiles."""
-        done = subprocess.run(["make", "MPI=0", *arguments], cwd=self.dir, env=self.environment(), timeout=60, capture_output=True,
-                              encoding="utf-8")
+        done = self.start(["make", "MPI=0", *arguments])
         self.assertEqual(done.returncode, 0, done.stderr)
         return {line.split()[1] for line in done.stdout.splitlines() if line.startswith("  NVCC")}
 

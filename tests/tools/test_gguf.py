@@ -103,15 +103,8 @@ def tokenizer_json(merges=(), splits=(), use_regex=False, end=END, **model):
 
 def read_tensors(step):
     """All weights and selection biases of a checkpoint by name, from all its files."""
-    tensors = {}
-    for path in step.glob("block_*.safetensors"):
-        data = path.read_bytes()
-        start = 8 + struct.unpack("<Q", data[:8])[0]
-        for name, entry in json.loads(data[8:start]).items():
-            if name != "__metadata__" and ".exp_avg" not in name:
-                first, end = entry["data_offsets"]
-                tensors[name] = np.frombuffer(data[start + first:start + end], "<f4").reshape(entry["shape"])
-    return tensors
+    return {name: np.frombuffer(data, "<f4").reshape(shape) for path in step.glob("block_*.safetensors")
+            for name, (shape, data) in cli.tensors(path).items() if ".exp_avg" not in name}
 
 
 def rounded(values, dtype):

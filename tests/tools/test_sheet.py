@@ -11,11 +11,14 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import unittest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-PROGRAM = os.path.abspath(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from cli import PROGRAM, ROOT, tensors  # noqa: E402
+
 ONE_BUILD = True  # tests/run.py: the sheet is in float32, as the CPU build is
 SHEET = ROOT / "learn/train_moe.c"
 MOST_LINES, MOST_COLUMNS = 750, 120
@@ -46,23 +49,12 @@ def changed(**values):
     return text
 
 
-def floats(path, dtype="f"):
-    values = array.array(dtype)
-    values.frombytes(pathlib.Path(path).read_bytes())
-    return values
-
-
 def first_moments(step):
     """(name, AdamW's first moment or Muon's momentum) of each tensor of a checkpoint, in the order of its files."""
     for path in sorted(step.glob("block_*.adam.safetensors")):
-        data = path.read_bytes()
-        length, = struct.unpack("<Q", data[:8])
-        for name, tensor in json.loads(data[8:8 + length]).items():
+        for name, (_, data) in tensors(path).items():
             if name.endswith((".exp_avg", ".momentum_buffer")):
-                begin, end = tensor["data_offsets"]
-                values = array.array("f")
-                values.frombytes(data[8 + length + begin:8 + length + end])
-                yield name, values
+                yield name, array.array("f", data)
 
 
 class Sheet(unittest.TestCase):
@@ -161,7 +153,7 @@ class Sheet(unittest.TestCase):
         print(f"largest difference of losses {abs(losses[worst] - steps[worst]['loss']):.1e}, step {worst + 1}")
 
         # After one step the moments are the clipped gradient times 1 (momentum) or 1 - beta1 = 0.1.
-        clip, mine, at, largest = min(1, 1 / steps[0]["grad_norm"]), floats(self.dir / "gradients"), 0, (0, "")
+        clip, mine, at, largest = min(1, 1 / steps[0]["grad_norm"]), array.array("f", (self.dir / "gradients").read_bytes()), 0, (0, "")
         for name, moment in first_moments(self.dir / "one/step_00000001"):
             factor = 1 / (clip * (0.1 if name.endswith("exp_avg") else 1))
             size = max(map(abs, moment)) * factor
