@@ -853,7 +853,7 @@ class Reports(Case):
             {"--model": "small", "--ranks": 1, "--seq-len": 256, "--batch": 1, "--optimizer": "adamw"},
         ]
         rng = random.Random(3)
-        for _ in range(10):
+        for _ in range(4):
             ranks = rng.choice((1, 2, 4, 6, 8, 12))
             cases.append({
                 "--model": "tiny", **mla, "--layers": rng.randint(1, 4), "--dense-layers": rng.randint(0, 1), "--dim": rng.choice((512, 2048)),

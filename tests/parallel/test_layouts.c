@@ -246,7 +246,7 @@ static void all_layouts(int one_expert, const char* options, int steps) {
 
 static void layouts_agree(void) { all_layouts(0, "", STEPS); }
 static void layouts_agree_with_muon(void) {
-    all_layouts(0, "--optimizer muon --muon-lr 1e-4 --muon-expert-steps 2 --mtp 1", STEPS);
+    all_layouts(0, "--optimizer muon --muon-lr 1e-4 --muon-expert-steps 2 --mtp 1", 6);
     // Without a dense block the waves of Muon's parts are full of units with a router. In bf16 one token of block 1
     // moves from expert 2 to expert 5 (layouts_agree_on_module).
     if (!BF16) all_layouts(0, "--optimizer muon --muon-lr 1e-4 --dense-layers 0", 2);
