@@ -81,22 +81,6 @@ class HuggingFace(Prepare):
         t.save(path)
         return path
 
-    def test_byte_level(self):
-        path = self.byte_level()
-        a, b = self.write("a.txt", TEXT.encode()), self.write("b.txt", "second ✓".encode())
-        self.run_it(a, b, "--val-fraction", "0", "--tokenizer", f"tokenizers:{path}")
-        table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
-        self.assertEqual(table[eot], b"<|endoftext|>")
-        self.assertIn("<|pad_é|>".encode(), table)
-        tokens = self.tokens("train")
-        starts = [i for i, t in enumerate(tokens) if t == eot]
-        self.assertEqual(len(starts), 2)  # <|endoftext|> in the text is text
-        self.assertEqual(starts[0], 0)
-        decoded = b"".join(table[t] for t in tokens[1: starts[1]])
-        self.assertEqual(decoded.decode(), TEXT)
-        self.assertEqual(b"".join(table[t] for t in tokens[starts[1] + 1:]).decode(), "second ✓")
-        self.assertLess(len(tokens), len(TEXT))  # the tokenizer merges
-
     def test_texts_get_the_tokens_of_documents(self):
         """The written tokenizer.json gives the ids of the shards, without the given one's post-processor and dropout."""
         path = self.byte_level()

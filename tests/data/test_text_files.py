@@ -59,16 +59,6 @@ class Pieces(Prepare):
                 self.run_it(whole, "--split-on", "<|end|>", "--val-fraction", "0", "--overwrite")
             self.assertEqual([d.decode() for d in self.documents("train")], texts, piece)
 
-    def test_pieces_are_whole_characters(self):
-        text = "é€😀x" * 500
-        path = self.write("a.txt", text.encode())
-        for piece in range(8, 24):
-            with mock.patch.object(text_files, "PIECE", piece):
-                got = list(text_files.Text([path], text_files.Report(False)))
-            self.assertEqual("".join(t.decode() for _, t in got), text)
-            self.assertEqual([first for first, _ in got], [True] + [False] * (len(got) - 1))
-            self.assertGreater(len(got), 50)
-
     def test_pieces_end_at_lines(self):
         path = self.write("a.txt", b"0123456\n" * 1000)
         with mock.patch.object(text_files, "PIECE", 100):
