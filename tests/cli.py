@@ -167,7 +167,7 @@ class Case(unittest.TestCase):
     def prepare(self, out="made"):
         """Shards of a short text, with the tokenizer of bytes."""
         (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
-        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", out], cwd=self.dir, check=True, capture_output=True)
+        self.call([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", out])
 
     def refused(self, code, *words, **options):
         """A run that must end with `code` and a message with all `words`, and change no file."""

@@ -46,7 +46,8 @@ class Harness(cli.Case):
             endings = [list(b" " + ending.encode()) for ending in item["endings"]]
             write_questions(self.dir / f"q_{i:03d}.bin", [(list(item["context"].encode()), endings, item["label"])])
         done = self.call([cli.PROGRAM, "--evaluate", step, "--eval", "q_*.bin", "--seq-len", 128])
-        ours = [(float(a), float(b)) for a, b in re.findall(r"accuracy ([\d.]+), normalised ([\d.]+)$", done.stdout, re.M)]
+        ours = [(float(a), float(b)) for a, b in re.findall(r"accuracy ([\d.]+), normalised ([\d.]+), 0 cut ", done.stdout)]
+        self.assertEqual(len(ours), 200)
 
         (self.dir / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items), "utf-8")
         (self.dir / "local.yaml").write_text(TASK % (self.dir / "items.jsonl"), "utf-8")
