@@ -273,22 +273,6 @@ class Processes(Case):
                          list(range(1, len(read_log(self.dir / "run")[1]) + 1)))
         self.assertFalse((self.dir / "run/.lock").exists())
 
-    def test_another_run_in_a_folder_of_this_name(self):
-        """A run whose folder was removed or renamed does not touch a new folder of that name by another run."""
-        for away in (shutil.rmtree, lambda run: run.rename(self.dir / "old")):
-            with self.subTest(away), self.start(out="run", save_every=10**6, keep=1) as first:
-                self.steps_logged(3)
-                away(self.dir / "run")
-                self.train(out="run", seed=2, steps=40, save_every=10, keep=9)
-                there = sorted(path.name for path in (self.dir / "run").iterdir())
-                first.send_signal(signal.SIGTERM)
-                _, stderr = first.communicate(timeout=60)
-                self.assertEqual(first.returncode, 1)
-                self.assertIn("run/.lock, the lock of this run, or its folder was removed, renamed or replaced: another run may be", stderr)
-                self.assertEqual(sorted(path.name for path in (self.dir / "run").iterdir()), there)
-                self.assertIn("step_00000010", there)
-                shutil.rmtree(self.dir / "run")
-
     def test_another_run_in_the_emptied_folder(self):
         """A run whose files and lock were removed does not touch those of another run in the folder."""
         for names in ("*", ".lock"):
