@@ -241,11 +241,16 @@ class LogAndLock(Case):
         self.assertEqual(checkpoints(self.dir / "run"), ["step_00000002"])
 
 
+class Run(subprocess.Popen):
+    def __exit__(self, *error):
+        self.kill()  # after a failure it would go on, and the test would wait for it
+        super().__exit__(*error)
+
+
 class Processes(Case):
     def start(self, **options):
-        return subprocess.Popen(command(**{"train": self.train_glob, "steps": 10**6, "tokens_per_step": 256, **options}),
-                                cwd=self.dir, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, encoding="utf-8")
+        return Run(command(**{"train": self.train_glob, "steps": 10**6, "tokens_per_step": 256, **options}), cwd=self.dir, env=environment(),
+                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
 
     def steps_logged(self, count):
         path, end = self.dir / "run/log.jsonl", time.monotonic() + 60
