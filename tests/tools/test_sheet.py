@@ -21,7 +21,7 @@ from cli import PROGRAM, ROOT, tensors  # noqa: E402
 
 ONE_BUILD = True  # tests/run.py: the sheet is in float32, as the CPU build is
 SHEET = ROOT / "learn/train_moe.c"
-MOST_LINES, MOST_COLUMNS = 750, 120
+MOST_LINES, MOST_COLUMNS = 820, 120
 WARNINGS = "-std=c11 -Wall -Wextra -Wpedantic -Werror".split()
 CC = os.environ.get("CC") or ("cc" if shutil.which("cc") else "gcc")
 
@@ -38,6 +38,27 @@ LOSS = 1e-4
 # n^(1/2) 2^-24 of the sum, or 2e-6, and for terms with different signs more than that of the sum. Errors of the
 # activations are of the same size. 1e-5 of the largest element of a tensor holds all.
 GRADIENT = 1e-5
+
+SMALL = {"BATCH": 2, "SEQ": 32, "L": 2, "C": 32, "DENSE": 256, "F": 32, "E": 4, "LATENT": 16}
+
+# Bugs in the backward of each op: (an expression, a wrong one).
+BUGS = {
+    "linear_backward: dx is not added": ("matmul(dx, in, dy, out, 1, w, in, 1, n, in, out, add)", "matmul(dx, in, dy, out, 1, w, in, 1, n, in, out, 0)"),
+    "rmsnorm_backward: without the mean": ("xi[c] * rstd[i] * rstd[i] * mean", "0"),
+    "rmsnorm_backward: dw without rstd": ("dyi[c] * xi[c] * rstd[i]", "dyi[c] * xi[c]"),
+    "rope: further and not back": ("rope(dq + NOPE, H * QK, H, QK, n, -1)", "rope(dq + NOPE, H * QK, H, QK, n, 1)"),
+    "attention_backward: without <dout, out>": ("ds[i * SEQ + j] - dot", "ds[i * SEQ + j]"),
+    "attention_backward: one head's dk_rope": ("matmul(dk_rope, KVA, ds, 1, SEQ, q + NOPE, H * QK, 1, SEQ, ROPE, SEQ, 1)",
+                                               "matmul(dk_rope, KVA, ds, 1, SEQ, q + NOPE, H * QK, 1, SEQ, ROPE, SEQ, 0)"),
+    "swiglu_backward: silu' without its second term": ("s * (1 + g * (1 - s))", "s"),
+    "router_backward: the sum is a constant": ("dg[k] - dot_gate", "dg[k]"),
+    "router_backward: no auxiliary loss": ("AUX / (real)n", "0"),
+    "moe_backward: dout without the gate": ("s->gate[i] * dy[at_token + c]", "dy[at_token + c]"),
+    "moe_backward: without the rows' dx": ("dnorm2[i / K * C + c] += dx[s->row[i] * C + c]", "0"),
+    "cross_entropy: of the sum": ("p[v] /= (real)n", "p[v] /= 1"),
+    "backward: the last place of a token alone": ("gradients.embedding[input[i / C] * C + i % C] += dx[i]",
+                                              "gradients.embedding[input[i / C] * C + i % C] = dx[i]"),
+}
 
 
 def changed(**values):
@@ -74,7 +95,7 @@ class Sheet(unittest.TestCase):
         cls.runs = [cls.start(PROGRAM, *options, "--train", "text_train_*.bin", "--steps", str(steps), "--out", out)
                     for out, steps in (("one", 1), ("run", STEPS))]
         # The copy writes its gradients to a file, and prints no sample.
-        text, after = changed(STEPS=STEPS, BATCH=BATCH, WARMUP=WARMUP, SAMPLE=0), "        backward(BATCH, SEQ);\n"
+        text, after = changed(STEPS=STEPS, BATCH=BATCH, WARMUP=WARMUP, SAMPLE=0), "        backward(MAX_N);\n"
         assert text.count(after) == 1
         cls.compiled = cls.compile(text.replace(after, after + """
         if (step == 1) {
@@ -96,9 +117,9 @@ class Sheet(unittest.TestCase):
         return run
 
     @classmethod
-    def compile(cls, text, name, *flags, compiler=CC):
+    def compile(cls, text, name, *flags, compiler=CC, openmp="-fopenmp"):
         (cls.dir / f"{name}.c").write_text(text, "utf-8")
-        return subprocess.run([compiler, "-fopenmp", *flags, f"{name}.c", "-o", name, "-lm"], cwd=cls.dir, capture_output=True,
+        return subprocess.run([compiler, openmp, *flags, f"{name}.c", "-o", name, "-lm"], cwd=cls.dir, capture_output=True,
                               encoding="utf-8")
 
     def test_size(self):
@@ -107,6 +128,10 @@ class Sheet(unittest.TestCase):
         self.assertLessEqual(len(lines), MOST_LINES)
         self.assertLessEqual(max(map(len, lines)), MOST_COLUMNS)
         self.assertEqual([line for line in lines if re.match(r"#\s*(include *\"|define)", line)], [])
+        first = next(number for number, line in enumerate(lines, 1) if re.match(r"static .*_forward\(.*\{$", line))
+        self.assertLessEqual(first, 110)  # the ops come first
+        for page in "README.md", "docs/code.md":
+            self.assertIn(f" {MOST_LINES} lines of", (ROOT / page).read_text("utf-8"))
         named = re.findall(r"(?<![\w/])(?:[a-z_]+/)+\w+\.\w+", "\n".join(line for line in lines if "//" in line))
         self.assertGreater(len(named), 20)
         self.assertEqual([name for name in named if not (ROOT / name).exists()], [])
@@ -114,13 +139,15 @@ class Sheet(unittest.TestCase):
     def test_no_warnings(self):
         for compiler in filter(shutil.which, ("gcc", "clang")):
             empty = self.compile("#include <omp.h>\nint main(void) { return omp_get_num_threads() - 1; }\n", "empty", compiler=compiler)
-            if empty.returncode == 0:  # else without OpenMP
-                done = self.compile(SHEET.read_text("utf-8"), "warnings", *WARNINGS, "-O1", compiler=compiler)
-                self.assertEqual((done.returncode, done.stderr), (0, ""), compiler)
+            for openmp in ("-Wno-unknown-pragmas", "-fopenmp")[:1 + (empty.returncode == 0)]:
+                for precision in "-UCHECK", "-DCHECK":
+                    with self.subTest(compiler=compiler, openmp=openmp, precision=precision):
+                        done = self.compile(SHEET.read_text("utf-8"), "warnings", *WARNINGS, precision, "-O1", compiler=compiler, openmp=openmp)
+                        self.assertEqual((done.returncode, done.stderr), (0, ""))
 
     def test_sanitizers(self):
         """Five steps, a validation and a sample of a small model: no undefined behaviour, no access out of bounds, no leak."""
-        text = changed(STEPS=5, WARMUP=2, BATCH=2, SEQ=32, L=2, C=32, DENSE=256, F=32, E=4, LATENT=16, VALIDATE_EVERY=5, SAMPLE=40)
+        text = changed(STEPS=5, WARMUP=2, VALIDATE_EVERY=5, SAMPLE=40, **SMALL)
         done = self.compile(text, "checked", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
         if done.returncode:
             self.skipTest("the compiler has no sanitizers: " + done.stderr.splitlines()[-1])
@@ -130,6 +157,27 @@ class Sheet(unittest.TestCase):
         losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", done.stdout, re.M)]
         self.assertEqual(len(losses), 5)
         self.assertTrue(all(math.isfinite(loss) and loss < 6 for loss in losses), losses)
+
+    def test_check(self):
+        """--check finds no wrong gradient in the sheet, and finds each of BUGS; in float32 it is refused."""
+        text = changed(**SMALL)
+        for bug, (right, wrong) in BUGS.items():
+            self.assertEqual(text.count(right), 1, bug)
+            text = text.replace(right, f'(planted("{bug}") ? ({wrong}) : ({right}))')
+        planted = "static int planted(const char* bug) { return getenv(bug) != 0; }\n\n"  # one program for all, to compile once
+        done = self.compile(text.replace("#ifdef CHECK", planted + "#ifdef CHECK"), "check", "-DCHECK", "-O1")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for bug in ("no bug", *BUGS):
+            done = subprocess.run(["./check", "--check", "text_train_000000.bin"], cwd=self.dir, capture_output=True, encoding="utf-8",
+                                  env=dict(os.environ, OMP_NUM_THREADS="1", **{bug: "1"}))
+            verdicts = [line.split()[-1] for line in done.stdout.splitlines()[1:-1]]
+            with self.subTest(bug):
+                self.assertEqual((len(verdicts), set(verdicts) - {"ok", "WRONG"}), (36, set()), done.stdout)  # matrices
+                self.assertEqual((done.returncode, "WRONG" in verdicts), (0, False) if bug == "no bug" else (1, True), done.stdout)
+        self.assertEqual(self.compiled.returncode, 0, self.compiled.stderr)
+        done = subprocess.run(["./sheet", "--check", "short.bin"], cwd=self.dir, capture_output=True, encoding="utf-8")
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        self.assertRegex(done.stderr, r"^usage: [^\n]+ -DCHECK[^\n]+\n$")
 
     def test_refuses(self):
         """A file that is cut, too short for a batch, or of another vocabulary ends the sheet with one line."""
@@ -170,22 +218,25 @@ class Sheet(unittest.TestCase):
 
 
 class Script(unittest.TestCase):
-    def test_waiting_threads_sleep(self):
-        """make sheet and the page's function start it so that threads which wait leave the cores to other programs."""
+    def run_with_compiler(self, script, compiler):
+        """The result of a script whose `cc` is this one, and whose text needs no preparation."""
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
-            (folder / "build").mkdir()
-            (folder / "scripts").mkdir()
+            for name in "build", "runs", "scripts":
+                (folder / name).mkdir()
             (folder / "scripts/prepare_text.py").write_text("", "utf-8")
-            (folder / "cc").write_text("#!/bin/sh\nprintf '#!/bin/sh\\necho policy $OMP_WAIT_POLICY\\n' >build/sheet; chmod +x build/sheet\n", "utf-8")
+            (folder / "cc").write_text(f"#!/bin/sh\n{compiler}\n", "utf-8")
             (folder / "cc").chmod(0o755)
-            page = re.search(r"^sheet\(\) \{\n.*?^\}\n", (ROOT / "docs/exercises.md").read_text("utf-8"), re.M | re.S)[0]
-            (folder / "runs").mkdir()
-            for script in ((ROOT / "scripts/sheet.sh").read_text("utf-8"), page + "sheet x; cat runs/sheet-x.txt"):
-                environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-                done = subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, encoding="utf-8",
-                                      env={**environment, "CC": "./cc", "PATH": f"{folder}:{environment['PATH']}"})
-                self.assertIn("policy passive\n", done.stdout, done.stderr)
+            environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+            return subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, encoding="utf-8",
+                                  env={**environment, "CC": "./cc", "PATH": f"{folder}:{environment['PATH']}"})
+
+    def test_waiting_threads_sleep(self):
+        """make sheet and the page's function start it so that threads which wait leave the cores to other programs."""
+        page = re.search(r"^sheet\(\) \{\n.*?^\}\n", (ROOT / "docs/exercises.md").read_text("utf-8"), re.M | re.S)[0]
+        for script in ((ROOT / "scripts/sheet.sh").read_text("utf-8"), page + "sheet x; cat runs/sheet-x.txt"):
+            done = self.run_with_compiler(script, "printf '#!/bin/sh\\necho policy $OMP_WAIT_POLICY\\n' >build/sheet; chmod +x build/sheet")
+            self.assertIn("policy passive\n", done.stdout, done.stderr)
 
 
 if __name__ == "__main__":
