@@ -238,6 +238,14 @@ class Script(unittest.TestCase):
             done = self.run_with_compiler(script, "printf '#!/bin/sh\\necho policy $OMP_WAIT_POLICY\\n' >build/sheet; chmod +x build/sheet")
             self.assertIn("policy passive\n", done.stdout, done.stderr)
 
+    def test_without_openmp(self):
+        """With a compiler that has no OpenMP, make sheet uses one core and prints so. Any other error ends it."""
+        script = (ROOT / "scripts/sheet.sh").read_text("utf-8")
+        done = self.run_with_compiler(script, "case $* in *-fopenmp*) exit 1;; esac; printf 'echo trains\\n' >build/sheet; chmod +x build/sheet")
+        self.assertEqual((done.returncode, done.stdout), (0, "trains\n"), done.stderr)
+        self.assertIn("\nsheet.sh: without -fopenmp, it uses one core\n", done.stderr)
+        self.assertEqual(self.run_with_compiler(script, "exit 1").returncode, 1)
+
 
 if __name__ == "__main__":
     unittest.main()
