@@ -2,7 +2,7 @@
 """Training of a DeepSeek-style model in PyTorch on one GPU, written for speed: the yardstick of a whole step.
 
 It uses torch.compile, cuDNN attention, torch._grouped_mm over tokens sorted by expert, fused AdamW, and bf16 autocast
-over float32 weights. With --optimizer muon the matrices of the blocks have Muon (layers/muon.h), all matrices of a shape
+over float32 weights. The residual stream is in bf16. The gathers of rows have backward of their own, without atomics. With --optimizer muon the matrices of the blocks have Muon (layers/muon.h), all matrices of a shape
 in one compiled batch. Presets, learning rates and clipping are those of train_moe. Windows are drawn once per epoch, in
 an order that differs from that of train_moe:
 
@@ -95,6 +95,33 @@ class Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class ToRows(torch.autograd.Function):
+    """The tokens in the order of their experts, each K times. Its gradient is a sum of K rows, where autograd would add with atomics."""
+
+    @staticmethod
+    def forward(ctx, x, order, back, K):
+        ctx.save_for_backward(back)
+        ctx.K = K
+        return x[order // K]
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy[ctx.saved_tensors[0]].view(-1, ctx.K, dy.shape[-1]).sum(1), None, None, None
+
+
+class FromRows(torch.autograd.Function):
+    """The rows back in the order of the tokens: a permutation, so its gradient is the inverse one."""
+
+    @staticmethod
+    def forward(ctx, rows, order, back):
+        ctx.save_for_backward(order)
+        return rows[back]
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy[ctx.saved_tensors[0]], None, None
+
+
 class Moe(nn.Module):
     def __init__(self, c, force_balance):
         super().__init__()
@@ -126,11 +153,11 @@ class Moe(nn.Module):
         if self.training:
             self.load += load
         ends = load.cumsum(0).to(torch.int32)
-        rows = x.to(torch.bfloat16)[order // K]
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        rows = ToRows.apply(x.to(torch.bfloat16), order, back, K)
         h1, h3 = torch._grouped_mm(rows, self.w13.to(torch.bfloat16).transpose(1, 2), offs=ends).chunk(2, -1)
         y = torch._grouped_mm(F.silu(h1) * h3, self.w2.to(torch.bfloat16).transpose(1, 2), offs=ends)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        y = (y[back].view(-1, K, x.shape[-1]) * (gate * c.routed_scaling_factor).unsqueeze(-1).to(y.dtype)).sum(1)
+        y = (FromRows.apply(y, order, back).view(-1, K, x.shape[-1]) * (gate * c.routed_scaling_factor).unsqueeze(-1).to(y.dtype)).sum(1)
         return (y + self.shared_experts(x)).view(shape)
 
 
@@ -164,7 +191,7 @@ class Model(nn.Module):
                 nn.init.normal_(p, std=0.02 / (math.sqrt(2 * c.num_hidden_layers) if into_residual else 1))
 
     def forward(self, tokens, targets):
-        x = self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens).to(torch.bfloat16)  # the residual stream
         for block in self.layers:
             x = block(x, self.cos, self.sin)
         return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
@@ -327,7 +354,7 @@ def main():
     if log:
         print(json.dumps(vars(args) | {"init": str(args.init), "tokens-per-step": args.batch * args.seq_len}), file=log)
     times = []
-    attention = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
+    attention = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION] + [SDPBackend.MATH] * (device == "cpu"), set_priority=True)
     with attention:
         # Compilation, before the timing starts. The batch is random; no weight is updated.
         with autocast():
