@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Searches the best options of a dense model and of a MoE of as many active parameters, for equal seconds of one GPU:
+
+    python3 bench/search.py --train 'corpus/text_train_*.bin' --val 'corpus/text_val_*.bin' --out runs/search --gpus 4
+
+Each run of `small` trains for --seconds (200), whatever its options: 40 steps before it show how many steps that is. Its loss is the
+validation's at its end. Options are searched one after another, in the order of AXES, each from the best of those before. A
+search goes to the neighbour with the lower loss, until both neighbours of the best value are worse. For the batch size,
+each neighbour has a search of Muon's learning rate of its own. AXES was written before the first run. A dense model and a
+MoE take some 30 runs each, so with 200 seconds two hours of a GPU at most.
+
+A run of the same options is made once, also by a second start of the command. runs.jsonl in OUT has every run, and the table at
+the end every value of an axis with its loss, next to the best options of the others.
+"""
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import pathlib
+import queue
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import least_python  # noqa: E402,F401
+
+START = {"batch": 64, "rate": 2e-3, "schedule": "cosine", "lr": 1e-3, "width": 512, "layers": 8}
+# An axis is the list of its values in their order, or the factor from one to the next.
+AXES = {"batch": 2, "rate": math.sqrt(2), "schedule": ["linear", "cosine", "wsd"], "lr": 2, "width": [256, 384, 512, 640, 768, 1024],
+        "layers": [4, 6, 8, 12, 16, 24]}
+DIGITS = {"rate": 2, "lr": 3}  # that a value keeps
+
+
+def neighbours(axis, value):
+    """The values on both sides, as far as there are some."""
+    steps = AXES[axis]
+    if isinstance(steps, list):
+        at = steps.index(value)
+        return steps[max(at - 1, 0):at] + steps[at + 1:at + 2]
+    if isinstance(value, int):
+        return [value // steps, value * steps]
+    return [float(f"{v:.{DIGITS[axis]}g}") for v in (value / steps, value * steps)]
+
+
+def options_of(model, o):
+    """The command's options. Widths grow together, so that heads keep their size."""
+    width, scale = o["width"], o["width"] / 512
+    shape = {"dim": width, "heads": width // 64, "kv-lora": width // 2, "layers": o["layers"]}
+    if model == "dense":
+        shape |= {"dense-layers": o["layers"], "dense-ffn": round(1944 * scale / 8) * 8}
+    else:
+        shape |= {"experts": 64, "muon-expert-steps": 4, "dense-ffn": round(2048 * scale), "expert-ffn": round(384 * scale)}
+    shape |= {"batch": min(o["batch"], 64), "tokens-per-step": 1024 * o["batch"], "muon-lr": o["rate"], "schedule": o["schedule"], "lr": o["lr"]}
+    return [text for name, value in shape.items() for text in (f"--{name}", str(value))]
+
+
+def line_search(axis, o, loss):
+    """{value: loss} of an axis, until the best value has a worse one on each side."""
+    tried, best = {}, o[axis]
+    while True:
+        new = [v for v in [best, *neighbours(axis, best)] if v not in tried]
+        if not new:
+            return tried
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # a run waits there for a GPU
+            tried |= zip(new, pool.map(lambda value: loss(o | {axis: value}), new))
+        best = min(tried, key=tried.get)
+
+
+class Search:
+    def __init__(self, args, common):
+        self.args, self.common, self.out = args, common, pathlib.Path(args.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.free, self.began = queue.Queue(), time.monotonic()
+        for gpu in range(args.gpus):
+            self.free.put(gpu)
+        self.runs = {}
+        record = self.out / "runs.jsonl"
+        for line in record.read_text("utf-8").splitlines() if record.exists() else []:
+            run = json.loads(line)
+            self.runs[run["model"], *run["options"].values()] = run
+
+    def train(self, folder, options, gpu):
+        """The log of a run: its steps, and the last validation."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        with open(folder / "output.txt", "w", encoding="utf-8") as output:
+            done = subprocess.run([self.args.program, *options, "--out", str(folder)], stdout=output, stderr=subprocess.STDOUT,
+                                  env=dict(os.environ, CUDA_VISIBLE_DEVICES=str(gpu)))
+        if done.returncode:
+            raise SystemExit(f"{folder}/output.txt: exit code {done.returncode}")
+        rows = list(map(json.loads, (folder / "log.jsonl").read_text("utf-8").splitlines()[1:]))
+        for checkpoint in folder.glob("step_*"):
+            shutil.rmtree(checkpoint)
+        return [row for row in rows if "ms" in row], [row["val_loss"] for row in rows if "val_loss" in row]
+
+    def run(self, model, o):
+        key = model, *o.values()
+        if key in self.runs:
+            return self.runs[key]["loss"]
+        if time.monotonic() - self.began > self.args.begin_until:
+            raise SystemExit("search.py: --begin-until has passed; the same command goes on")
+        name = "-".join(map(str, key))
+        options, gpu = [*self.common, *options_of(model, o)], self.free.get()
+        try:
+            rows, _ = self.train(self.out / name, [*options, "--steps", "40", "--val-every", "0"], gpu)
+            steps = round(1000 * self.args.seconds / statistics.median(row["ms"] for row in rows[10:]))
+            rows, losses = self.train(self.out / name, [*options, "--steps", str(steps), "--val-every", str(steps)], gpu)
+        finally:
+            self.free.put(gpu)
+        seconds = sum(row["ms"] for row in rows) / 1000
+        run = {"model": model, "options": o, "steps": steps, "seconds": round(seconds, 1), "loss": losses[-1]}
+        self.runs[key] = run
+        with open(self.out / "runs.jsonl", "a", encoding="utf-8") as record:
+            print(json.dumps(run), file=record)
+        print(f"{name}: {steps} steps, {seconds:.1f} s, {losses[-1]:.4f}", file=sys.stderr, flush=True)
+        return losses[-1]
+
+    def best(self, model):
+        """The best options, and a line of the table for each axis."""
+        o, table = dict(START), []
+
+        def loss(options):
+            return self.run(model, options)
+
+        def loss_at_best_rate(options):
+            return min(line_search("rate", options, loss).values())
+
+        for axis in [*AXES, "rate"]:  # again, since it may depend on the width
+            tried = line_search(axis, o, loss_at_best_rate if axis == "batch" else loss)
+            o[axis] = min(tried, key=tried.get)
+            table.append(f"| {axis} | " + " | ".join(f"{value}: {loss:.4f}" for value, loss in tried.items()) + " |")
+        return o, table
+
+
+def main():
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
+    for name in "train", "val", "out":
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--program", default=str(ROOT / "build/cuda/train_moe"))
+    parser.add_argument("--seconds", type=float, default=200, help="of a run")
+    parser.add_argument("--begin-until", type=float, default=math.inf, metavar="SECONDS", help="no run begins after this time")
+    parser.add_argument("--gpus", type=int, default=1, help="runs at a time")
+    args = parser.parse_args()
+    common = ["--train", args.train, "--val", args.val, "--model", "small", "--seq-len", "1024", "--optimizer", "muon", "--keep", "1",
+              "--val-tokens", "1048576"]
+    search = Search(args, common)
+    with concurrent.futures.ThreadPoolExecutor(2) as both:
+        found = dict(zip(("dense", "MoE"), both.map(search.best, ("dense", "MoE"))))
+    for model, (o, table) in found.items():
+        seconds = sum(run["seconds"] for run in search.runs.values() if run["model"] == model)
+        print(f"{model}: {' '.join(options_of(model, o))}\n{len([1 for key in search.runs if key[0] == model])} runs, {seconds:.0f} s")
+        print(*table, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""bench/search.py with a program that only writes logs: python3 tests/tools/test_search.py (standard library only)."""
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+# Its loss has one minimum: tokens a step 131,072, rates 4e-3 and 5e-4, linear, width 640. Deeper models are better.
+PROGRAM = """#!/usr/bin/env python3
+import json, math, pathlib, sys
+o = dict(zip([a[2:] for a in sys.argv[1::2]], sys.argv[2::2]))
+def far(name, best):
+    return abs(math.log(float(o[name]) / best))
+loss = 2 + far("tokens-per-step", 131072) + far("muon-lr", 4e-3) + far("lr", 5e-4) + (o["schedule"] != "linear") + far("dim", 640)
+loss -= math.log(float(o["layers"])) + (o.get("experts") == "64")
+ms = float(o["tokens-per-step"]) / 65536 * float(o["layers"]) / 8 * 100
+with open(pathlib.Path(o["out"], "log.jsonl"), "w") as log:
+    print("{}", file=log)
+    for step in range(1, int(o["steps"]) + 1):
+        print(json.dumps({"step": step, "ms": ms, **({"val_loss": loss} if step == int(o["val-every"]) else {})}), file=log)
+pathlib.Path(o["out"], "step_00000001").mkdir()
+"""
+
+
+class Search(unittest.TestCase):
+    def test_whole(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            program = folder / "program"
+            program.write_text(PROGRAM, "utf-8")
+            program.chmod(0o755)
+
+            def search(*options):
+                return subprocess.run([sys.executable, ROOT / "bench/search.py", "--train", "t", "--val", "v", "--out", folder / "out", "--program",
+                                       program, "--seconds", "10", "--gpus", "2", *options], capture_output=True, encoding="utf-8")
+
+            # No time: no run. Then all of them, none twice.
+            done = search("--begin-until", "0")
+            self.assertIn("the same command goes on", done.stderr)
+            self.assertNotEqual(done.returncode, 0)
+            done = search()
+            self.assertEqual(done.returncode, 0, done.stderr)
+            runs = list(map(json.loads, (folder / "out/runs.jsonl").read_text("utf-8").splitlines()))
+            self.assertEqual(len(runs), len({json.dumps([run["model"], run["options"]]) for run in runs}))
+            again = search()
+            self.assertEqual((again.stdout, again.stderr), (done.stdout, ""))
+
+            # The minimum, with a worse value on both sides of each axis; layers end at the last value there is.
+            for model, more in ("dense", ["--dense-layers 24", "--dense-ffn 2432"]), ("MoE", ["--experts 64", "--dense-ffn 2560 --expert-ffn 480"]):
+                options, = re.findall(rf"^{model}: (.*)", done.stdout, re.M)
+                for option in ("--dim 640 --heads 10 --kv-lora 320 --layers 24", "--batch 64 --tokens-per-step 131072 --muon-lr 0.004 --schedule linear",
+                               "--lr 0.0005", *more):
+                    self.assertIn(option, options)
+            for axis, values in (("batch", {32, 64, 128, 256}), ("rate", {0.0014, 0.002, 0.0028, 0.004, 0.0057}), ("lr", {0.00025, 0.0005, 0.001, 0.002}),
+                                 ("width", {384, 512, 640, 768}), ("layers", {6, 8, 12, 16, 24})):
+                row = re.findall(rf"^\| {axis} \| (.*) \|", done.stdout, re.M)[0]
+                self.assertEqual({float(value.split(":")[0]) for value in row.split(" | ")}, values, axis)
+            # A run has the seconds asked for, and keeps no checkpoint.
+            for run in runs:
+                self.assertAlmostEqual(run["seconds"], 10, delta=0.6)
+            self.assertEqual(list((folder / "out").glob("*/step_*")), [])
+
+
+if __name__ == "__main__":
+    unittest.main()
