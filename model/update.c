@@ -40,15 +40,14 @@ static void update_by_adamw(Model* m) {
 
 // The update of the routers' selection biases from the counts of the step.
 static void balance(Model* m) {
-    const RunConfig* s = &m->run;
     const int64_t blocks = config_blocks(&m->config) - m->config.dense_layers, E = m->config.E;
     const int64_t first = m->config.dense_layers * E;
     real* bias = m->bias + first;
     if (m->step.margins)
         balance_quantile(bias, m->step.margins + first * MARGIN_BINS, blocks, (int32_t)E, (int32_t)m->config.K,
                          m->step.state, m->ctx);
-    if (s->balance == BALANCE_DEEPSEEK)
-        balance_sign(bias, m->step.load + first, blocks, (int32_t)E, (float)s->bias_rate, m->step.state, m->ctx);
+    if (m->run.balance == BALANCE_DEEPSEEK)
+        balance_sign(bias, m->step.load + first, blocks, (int32_t)E, (float)m->run.bias_rate, m->step.state, m->ctx);
 }
 
 // Work on the device alone, so that it can be replayed as a graph.
