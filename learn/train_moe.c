@@ -504,7 +504,7 @@ static void matmul(real* c, int c_row, const real* a, int a_row, int a_column, c
                 panels[j * depth + k * WIDE + v] = j + v < n ? b[k * b_row + (j + v) * b_column] : 0;
 #pragma omp parallel for
     for (int i = 0; i < m; i += TALL) {
-        real strip[(MAX_N + DENSE + VOCAB) * TALL];  // no product here is deeper
+        real strip[(MAX_N + 2 * DENSE + VOCAB) * TALL];  // no product here is deeper
         for (int k = 0; k < depth; k++)
             for (int u = 0; u < TALL; u++) strip[k * TALL + u] = i + u < m ? a[(i + u) * a_row + k * a_column] : 0;
         for (int j = 0; j < n; j += WIDE) {

@@ -39,7 +39,7 @@ LOSS = 1e-4
 # activations are of the same size. 1e-5 of the largest element of a tensor holds all.
 GRADIENT = 1e-5
 
-SMALL = {"BATCH": 2, "SEQ": 32, "L": 2, "C": 32, "DENSE": 256, "F": 32, "E": 4, "LATENT": 16}
+SMALL = {"BATCH": 2, "SEQ": 32, "L": 2, "C": 32, "DENSE": 384, "F": 32, "E": 4, "LATENT": 16}
 
 # Bugs in the backward of each op: (an expression, a wrong one).
 BUGS = {
