@@ -19,7 +19,7 @@ void pool_destroy(Pool* pool);
 
 // Aligned to 256 bytes, contents undefined. A pool that grows has at most 1.05 times the most that was taken so far,
 // and 2 MiB, or what it had at first. It warns each time that it has doubled. Without memory the run ends with a
-// message, which says the load: this rank's choices over their mean, which pool_load sets.
+// message that has the load: this rank's choices over their mean, set by pool_load.
 void* pool_take(Pool* pool, size_t bytes);
 void pool_load(Pool* pool, double load);
 

@@ -49,8 +49,9 @@ static void report_arena(const Arena* arena, int64_t tokens) {
 }
 
 // Memory of a rank of the CUDA build without its buffers, as measured on H200: the context, kernels and cuBLASLt, and
-// the connections of NCCL's three communicators (2.62 GiB with 2 ranks, 4.6 with 4). For more ranks it is a guess,
-// which stays the same from 8 ranks on.
+// the connections of two communicators of NCCL (2.62 GiB with 2 ranks, 4.6 with 4). With --ep 1, or as large as the
+// run, there is one, and this is 2.1 GiB too much with 4 ranks. For more ranks it is a guess, which stays the same from
+// 8 ranks on.
 static const size_t CUDA_CONTEXT = (size_t)512 << 20, CUDA_LIBRARIES = (size_t)32 << 20;
 static size_t nccl_memory(int64_t ranks) {
     return ranks > 1 ? ((size_t)700 << 20) + ((size_t)1000 << 20) * (size_t)min_i64(ranks, 8) : 0;

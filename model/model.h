@@ -112,8 +112,9 @@ typedef struct Model {
     RunConfig run;
     Layout layout;
     Ctx* ctx;
-    Ranks* ranks;                  // of the run; NULL with one
-    Comm *world, *ep, *expert_dp;  // all ranks; the expert-parallel group; ranks that own the same experts
+    Ranks* ranks;  // of the run; NULL with one
+    // All ranks; the expert-parallel group; ranks that own the same experts. A group of all ranks is `world` itself.
+    Comm *world, *ep, *expert_dp;
     Arena arena[ARENAS];
     Unit* units;
     Sharding* sharding;

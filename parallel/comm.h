@@ -10,7 +10,7 @@
 // A communicator: a group of ranks whose device memory is connected. A group of one rank works too, and costs nothing.
 // `group` may be freed after comm_create.
 typedef struct Comm Comm;
-Comm* comm_create(Ranks* group, const char* name, Ctx* ctx);  // name: in messages, "world" or "expert parallel"
+Comm* comm_create(Ranks* group, const char* name, Ctx* ctx);  // name: in messages, as "all ranks"
 void comm_destroy(Comm* comm);
 int comm_count(const Comm* comm);
 int comm_index(const Comm* comm);
