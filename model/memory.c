@@ -49,20 +49,21 @@ static void report_arena(const Arena* arena, int64_t tokens) {
 }
 
 // Memory of a rank of the CUDA build without its buffers, as measured on H200: the context, kernels and cuBLASLt, and
-// the connections of two communicators of NCCL (2.62 GiB with 2 ranks, 4.6 with 4). With --ep 1, or as large as the
-// run, there is one, and this is 2.1 GiB too much with 4 ranks. For more ranks it is a guess, which stays the same from
-// 8 ranks on.
+// the connections of a communicator of NCCL (1.3 GiB with 2 ranks, 2.1 to 2.3 with 4). For more ranks it is a guess,
+// which stays the same from 8 ranks on.
 static const size_t CUDA_CONTEXT = (size_t)512 << 20, CUDA_LIBRARIES = (size_t)32 << 20;
 static size_t nccl_memory(int64_t ranks) {
-    return ranks > 1 ? ((size_t)700 << 20) + ((size_t)1000 << 20) * (size_t)min_i64(ranks, 8) : 0;
+    return ranks > 1 ? ((size_t)350 << 20) + ((size_t)500 << 20) * (size_t)min_i64(ranks, 8) : 0;
 }
 
-// Bytes that a rank takes once its context is there: the part that is estimated, then all of it.
-static size_t memory_estimated(int64_t ranks, Backend build) {
-    return build == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(ranks);
+// Bytes that a rank takes once its context is there: the part that is estimated, then all of it. The communicators are
+// those of model_create.
+static size_t memory_estimated(const RunConfig* r, Backend build) {
+    const size_t groups = r->ep > 1 && r->ep < r->ranks ? nccl_memory(r->ep) + nccl_memory(r->ranks / r->ep) : 0;
+    return build == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(r->ranks) + groups;
 }
 static size_t memory_planned(const Model* m, Backend build) {
-    size_t bytes = model_workspace(m) + memory_estimated(m->run.ranks, build);
+    size_t bytes = model_workspace(m) + memory_estimated(&m->run, build);
     for (int i = 0; i < ARENAS; i++) bytes += arena_bytes(&m->arena[i]);
     return bytes;
 }
@@ -146,7 +147,8 @@ static void report_items(const Model* m, Backend build) {
     for (int i = 0; i < ARENAS; i++) report_arena(&m->arena[i], m->shapes.N);
     report_line(build == BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)", model_workspace(m));
     if (build == BACKEND_CUDA) report_line("CUDA context and libraries (estimated)", CUDA_CONTEXT + CUDA_LIBRARIES);
-    if (build == BACKEND_CUDA && ranks > 1) report_line("NCCL connections (estimated)", nccl_memory(ranks));
+    if (build == BACKEND_CUDA && ranks > 1)
+        report_line("NCCL connections (estimated)", memory_estimated(&m->run, build) - CUDA_LIBRARIES);
     printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, gib(total));
 }
 
@@ -232,7 +234,7 @@ void memory_check(const Settings* s, Ranks* world) {
     if (available && needed > available)
         die(EXIT_FAILED,
             "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run all lists all), %.2f GiB are free; %s",
-            gib(needed), gib(memory_estimated(s->run.ranks, BACKEND)), gib(available),
+            gib(needed), gib(memory_estimated(&s->run, BACKEND)), gib(available),
             what_fits(s, rank, available, BACKEND));
     ranks_barrier(world);
 }
