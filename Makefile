@@ -17,7 +17,7 @@ KERNELS := $(patsubst %.cu,%,$(wildcard $(FOLDERS:%=%/*.cu)))
 OPS     := $(filter $(KERNELS),$(C_FILES))
 HOST     = $(filter-out $(OPS) device/version parallel/ranks_%,$(C_FILES)) $(RANKS)
 # The kernels of docs/cuda.md: only in their test and their benchmark.
-LEARN   := $(patsubst %.cu,%,$(wildcard learn/*.cu))
+LEARN   := $(patsubst %.cu,%,$(filter-out learn/train_moe.cu,$(wildcard learn/*.cu)))
 
 # --- Libraries ---
 ifeq ($(origin CC),default)
@@ -92,7 +92,7 @@ CUDA   = build/cuda
 # What this machine can run.
 RUNNABLE = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
-.PHONY: FORCE help all cpu cuda train sheet test test-all test-slow test-skipped test-build cuda-test-build bench docs fuzz torture clean probe format check-host
+.PHONY: FORCE help all cpu cuda train sheet sheet-cuda test test-all test-slow test-skipped test-build cuda-test-build bench docs fuzz torture clean probe format check-host
 # The probe's lines come before the compiler's, also with -j.
 all: probe
 	@$(MAKE) --no-print-directory cpu $(if $(HAVE_NVCC),cuda)
@@ -103,7 +103,7 @@ help:
 	@echo "make           build for the CPU, and for the GPU where there is nvcc"
 	@echo "make cpu       build/cpu/train_moe alone; make cuda: build/cuda/train_moe alone"
 	@echo "make train     install what is missing, train a small model, print a sample, plot"
-	@echo "make sheet     the same training by learn/train_moe.c, the whole algorithm in one file"
+	@echo "make sheet     the same training by learn/train_moe.c, the whole algorithm in one file; make sheet-cuda: by the .cu"
 	@echo "make test      the tests that this machine can run, in minutes; make test-all: the slow ones too"
 	@echo "make bench     speed of the program and its kernels, beside PyTorch where it is installed"
 	@echo "make docs      draw the figures of docs/ again"
@@ -117,6 +117,10 @@ train:
 
 sheet:
 	@CC="$(CC)" PYTHON="$(PYTHON)" sh scripts/sheet.sh
+sheet-cuda: $(CUDA)/learn/train_moe
+	@$(PYTHON) scripts/prepare_text.py data/repository.txt.xz --split-on '<|endoftext|>' --out runs/corpus --name repository \
+	    --val-fraction 0.1 --overwrite
+	$< tiny runs/corpus/repository_train_000000.bin runs/corpus/repository_val_000000.bin
 
 # One line for each library or tool that a build can use.
 probe:
@@ -178,6 +182,9 @@ link_cuda = $(call run,LINK ,$(NVCC) $(CUDAFLAGS) $(filter %.o,$^) -o $@ $(CUDAL
 $(CUDA)/train_moe: $(CUDA)/train_moe.o $(CUDA)/device/version.o $(CUDA_OBJECTS)
 	$(link_cuda)
 -include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe device/version $(HOST) $(KERNELS)))
+# The sheet for GPUs is a program of its own.
+$(CUDA)/learn/train_moe: learn/train_moe.cu Makefile $(CUDA)/archs
+	$(call run,NVCC ,$(NVCC) -std=c++17 $(GPU_CODE) $(NVCCFLAGS) $< -o $@ $(patsubst -Wl$(COMMA)%,-Xlinker %,$(CUBLAS)) -lcublas)
 .SECONDARY:
 
 include tests/tests.mk bench/bench.mk

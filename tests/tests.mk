@@ -37,7 +37,7 @@ test-skipped:
 	@if [ -s build/skipped ]; then $(run_tests) $$(cat build/skipped); else ls build/skipped && echo "make test skipped no Python test"; fi
 test-build: $(CPU)/train_moe $(CPU)/tests/model/libtorture.so $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) \
             $(addprefix $(DOUBLE)/,$(TESTS_FAST_F64) $(TESTS_RANKS_F64))
-cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
+cuda-test-build: $(CUDA)/train_moe $(CUDA)/learn/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
 
 # tests/fuzz.c replaces these functions of the program.
 FUZZ_WRAP = $(patsubst %,-Wl$(COMMA)--wrap=%,die warn calloc free)
