@@ -117,10 +117,15 @@ train:
 
 sheet:
 	@CC="$(CC)" PYTHON="$(PYTHON)" sh scripts/sheet.sh
+# SMALL='TRAIN.bin ... VAL.bin', and options before them, train `small`; else `tiny` trains on the text of `make train`.
 sheet-cuda: $(CUDA)/learn/train_moe
+ifdef SMALL
+	$< small $(SMALL)
+else
 	@$(PYTHON) scripts/prepare_text.py data/repository.txt.xz --split-on '<|endoftext|>' --out runs/corpus --name repository \
 	    --val-fraction 0.1 --overwrite
 	$< tiny runs/corpus/repository_train_000000.bin runs/corpus/repository_val_000000.bin
+endif
 
 # One line for each library or tool that a build can use.
 probe:

@@ -9,8 +9,8 @@ search goes to the neighbour with the lower loss, until both neighbours of the b
 each neighbour has a search of Muon's learning rate of its own. AXES was written before the first run. A dense model and a
 MoE take some 30 runs each, so with 200 seconds two hours of a GPU at most.
 
-A run of the same options is made once, also by a second start of the command. runs.jsonl in OUT has every run, and the table at
-the end every value of an axis with its loss, next to the best options of the others.
+A run of the same options is made once, also by a second start of the command, which needs the same card. runs.jsonl in OUT has every
+run. The table at the end has every value of an axis with its loss, next to the best options of the others.
 """
 import argparse
 import concurrent.futures
@@ -78,14 +78,15 @@ class Search:
         self.free, self.began = queue.Queue(), time.monotonic()
         for gpu in range(args.gpus):
             self.free.put(gpu)
-        self.runs = {}
+        self.runs, self.cards = {}, set()
         record = self.out / "runs.jsonl"
         for line in record.read_text("utf-8").splitlines() if record.exists() else []:
             run = json.loads(line)
             self.runs[run["model"], *run["options"].values()] = run
+            self.cards.add(run["card"])
 
     def train(self, folder, options, gpu):
-        """The log of a run: its steps, and the last validation."""
+        """The log of a run: its card, its steps, and its validations."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with open(folder / "output.txt", "w", encoding="utf-8") as output:
@@ -93,10 +94,10 @@ class Search:
                                   env=dict(os.environ, CUDA_VISIBLE_DEVICES=str(gpu)))
         if done.returncode:
             raise SystemExit(f"{folder}/output.txt: exit code {done.returncode}")
-        rows = list(map(json.loads, (folder / "log.jsonl").read_text("utf-8").splitlines()[1:]))
+        config, *rows = map(json.loads, (folder / "log.jsonl").read_text("utf-8").splitlines())
         for checkpoint in folder.glob("step_*"):
             shutil.rmtree(checkpoint)
-        return [row for row in rows if "ms" in row], [row["val_loss"] for row in rows if "val_loss" in row]
+        return config["device"].split(",")[0], [row for row in rows if "ms" in row], [row["val_loss"] for row in rows if "val_loss" in row]
 
     def run(self, model, o):
         key = model, *o.values()
@@ -107,13 +108,16 @@ class Search:
         name = "-".join(map(str, key))
         options, gpu = [*self.common, *options_of(model, o)], self.free.get()
         try:
-            rows, _ = self.train(self.out / name, [*options, "--steps", "40", "--val-every", "0"], gpu)
+            card, rows, _ = self.train(self.out / name, [*options, "--steps", "40", "--val-every", "0"], gpu)
+            if self.cards | {card} != {card}:
+                raise SystemExit(f"{self.out}/runs.jsonl: runs on {', '.join(self.cards)} are no measure for this {card}: it makes other steps in equal time")
+            self.cards.add(card)
             steps = round(1000 * self.args.seconds / statistics.median(row["ms"] for row in rows[10:]))
-            rows, losses = self.train(self.out / name, [*options, "--steps", str(steps), "--val-every", str(steps)], gpu)
+            _, rows, losses = self.train(self.out / name, [*options, "--steps", str(steps), "--val-every", str(steps)], gpu)
         finally:
             self.free.put(gpu)
         seconds = sum(row["ms"] for row in rows) / 1000
-        run = {"model": model, "options": o, "steps": steps, "seconds": round(seconds, 1), "loss": losses[-1]}
+        run = {"model": model, "options": o, "card": card, "steps": steps, "seconds": round(seconds, 1), "loss": losses[-1]}
         self.runs[key] = run
         with open(self.out / "runs.jsonl", "a", encoding="utf-8") as record:
             print(json.dumps(run), file=record)

@@ -19,7 +19,7 @@ loss = 2 + 0.4 * far("tokens-per-step", 131072) + far("muon-lr", 4e-3 * (float(o
 loss -= math.log(float(o["layers"])) + (o.get("experts") == "64")
 ms = float(o["tokens-per-step"]) / 65536 * float(o["layers"]) / 8 * 100
 with open(pathlib.Path(o["out"], "log.jsonl"), "w") as log:
-    print("{}", file=log)
+    print(json.dumps({"device": pathlib.Path(__file__).with_name("card").read_text() + ", 132 SMs"}), file=log)
     for step in range(1, int(o["steps"]) + 1):
         print(json.dumps({"step": step, "ms": ms, **({"val_loss": loss} if step == int(o["val-every"]) else {})}), file=log)
 pathlib.Path(o["out"], "step_00000001").mkdir()
@@ -33,6 +33,7 @@ class Search(unittest.TestCase):
             program = folder / "program"
             program.write_text(PROGRAM, "utf-8")
             program.chmod(0o755)
+            (folder / "card").write_text("H200", "utf-8")
 
             def search(*options):
                 return subprocess.run([sys.executable, ROOT / "bench/search.py", "--train", "t", "--val", "v", "--out", folder / "out", "--program",
@@ -63,6 +64,14 @@ class Search(unittest.TestCase):
             for run in runs:
                 self.assertAlmostEqual(run["seconds"], 10, delta=0.6)
             self.assertEqual(list((folder / "out").glob("*/step_*")), [])
+            # Losses after equal seconds on two kinds of cards do not compare.
+            (folder / "card").write_text("H100", "utf-8")
+            first, *_ = (folder / "out/runs.jsonl").read_text("utf-8").splitlines(True)
+            (folder / "out/runs.jsonl").write_text(first, "utf-8")
+            done = search()
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn("runs on H200 are no measure for this H100", done.stderr)
+            self.assertEqual((folder / "out/runs.jsonl").read_text("utf-8"), first)
 
 
 if __name__ == "__main__":
