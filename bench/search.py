@@ -71,6 +71,26 @@ def line_search(axis, o, loss):
         best = min(tried, key=tried.get)
 
 
+def train(program, options, folder, gpu, seconds=math.inf):
+    """Trains in a folder. After so many seconds the run saves and stops."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "output.txt", "a", encoding="utf-8") as output:
+        run = subprocess.Popen([program, *options, "--out", str(folder)], stdout=output, stderr=subprocess.STDOUT,
+                               env=dict(os.environ, CUDA_VISIBLE_DEVICES=str(gpu)))
+        try:
+            run.wait(seconds)
+        except subprocess.TimeoutExpired:
+            run.terminate()
+    if run.wait():
+        raise SystemExit(f"{folder}/output.txt: exit code {run.returncode}")
+
+
+def read(folder):
+    """The steps of a run's log, and the card that it ran on."""
+    config, *rows = map(json.loads, (folder / "log.jsonl").read_text("utf-8").splitlines())
+    return rows, config["device"].split(",")[0]
+
+
 class Search:
     def __init__(self, args, common):
         self.args, self.common, self.out = args, common, pathlib.Path(args.out)
@@ -85,44 +105,40 @@ class Search:
             self.runs[run["model"], *run["options"].values()] = run
             self.cards.add(run["card"])
 
-    def train(self, folder, options, gpu):
-        """The log of a run: its card, its steps, and its validations."""
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        with open(folder / "output.txt", "w", encoding="utf-8") as output:
-            done = subprocess.run([self.args.program, *options, "--out", str(folder)], stdout=output, stderr=subprocess.STDOUT,
-                                  env=dict(os.environ, CUDA_VISIBLE_DEVICES=str(gpu)))
-        if done.returncode:
-            raise SystemExit(f"{folder}/output.txt: exit code {done.returncode}")
-        config, *rows = map(json.loads, (folder / "log.jsonl").read_text("utf-8").splitlines())
-        for checkpoint in folder.glob("step_*"):
-            shutil.rmtree(checkpoint)
-        return config["device"].split(",")[0], [row for row in rows if "ms" in row], [row["val_loss"] for row in rows if "val_loss" in row]
-
     def run(self, model, o):
         key = model, *o.values()
         if key in self.runs:
             return self.runs[key]["loss"]
-        if time.monotonic() - self.began > self.args.begin_until:
-            raise SystemExit("search.py: --begin-until has passed; the same command goes on")
         name = "-".join(map(str, key))
         options, gpu = [*self.common, *options_of(model, o)], self.free.get()
+        folder = self.out / name
+
+        def last(*more):
+            """The steps of a run from its beginning on, and the card."""
+            shutil.rmtree(folder, ignore_errors=True)
+            train(self.args.program, [*options, *more], folder, gpu)
+            return read(folder)
+
         try:
-            card, rows, _ = self.train(self.out / name, [*options, "--steps", "40", "--val-every", "0"], gpu)
+            if time.monotonic() - self.began > self.args.begin_until:
+                raise SystemExit("search.py: --begin-until has passed; the same command goes on")
+            rows, card = last("--steps", "40", "--val-every", "0")
             if self.cards | {card} != {card}:
                 raise SystemExit(f"{self.out}/runs.jsonl: runs on {', '.join(self.cards)} are no measure for this {card}: it makes other steps in equal time")
             self.cards.add(card)
             steps = round(1000 * self.args.seconds / statistics.median(row["ms"] for row in rows[10:]))
-            _, rows, losses = self.train(self.out / name, [*options, "--steps", str(steps), "--val-every", str(steps)], gpu)
+            rows, _ = last("--steps", str(steps), "--val-every", str(steps))
+            for checkpoint in folder.glob("step_*"):
+                shutil.rmtree(checkpoint)
         finally:
             self.free.put(gpu)
-        seconds = sum(row["ms"] for row in rows) / 1000
-        run = {"model": model, "options": o, "card": card, "steps": steps, "seconds": round(seconds, 1), "loss": losses[-1]}
+        seconds, loss = sum(row["ms"] for row in rows) / 1000, rows[-1]["val_loss"] or math.inf  # null: it is not finite
+        run = {"model": model, "options": o, "card": card, "steps": steps, "seconds": round(seconds, 1), "loss": loss}
         self.runs[key] = run
         with open(self.out / "runs.jsonl", "a", encoding="utf-8") as record:
             print(json.dumps(run), file=record)
-        print(f"{name}: {steps} steps, {seconds:.1f} s, {losses[-1]:.4f}", file=sys.stderr, flush=True)
-        return losses[-1]
+        print(f"{name}: {steps} steps, {seconds:.1f} s, {loss:.4f}", file=sys.stderr, flush=True)
+        return loss
 
     def best(self, model):
         """The best options, and a line of the table for each axis."""

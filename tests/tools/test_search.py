@@ -1,5 +1,6 @@
 """bench/search.py with a program that only writes logs: python3 tests/tools/test_search.py (standard library only)."""
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -11,7 +12,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Its loss has one minimum: tokens a step 131,072, rates 4e-3 and 5e-4, linear, width 640. Deeper models are better. Smaller batches
 # have smaller best rates, and with the first rate, 2e-3, a batch of 32 is the best.
 PROGRAM = """#!/usr/bin/env python3
-import json, math, pathlib, sys
+import json, math, os, pathlib, sys, time
+time.sleep(float(os.environ.get("SLEEP", 0)))
 o = dict(zip([a[2:] for a in sys.argv[1::2]], sys.argv[2::2]))
 def far(name, best):
     return abs(math.log(float(o[name]) / best))
@@ -35,14 +37,16 @@ class Search(unittest.TestCase):
             program.chmod(0o755)
             (folder / "card").write_text("H200", "utf-8")
 
-            def search(*options):
+            def search(*options, **environment):
                 return subprocess.run([sys.executable, ROOT / "bench/search.py", "--train", "t", "--val", "v", "--out", folder / "out", "--program",
-                                       program, "--seconds", "10", "--gpus", "2", *options], capture_output=True, encoding="utf-8")
+                                       program, "--seconds", "10", "--gpus", "2", *options], capture_output=True, encoding="utf-8", env=os.environ | environment)
 
             # No time: no run. Then all of them, none twice.
-            done = search("--begin-until", "0")
-            self.assertIn("the same command goes on", done.stderr)
-            self.assertNotEqual(done.returncode, 0)
+            for seconds, runs in ("0", 0), ("1.5", 1):  # on one GPU the others wait until it is too late
+                done = search("--gpus", "1", "--begin-until", seconds, SLEEP="1")
+                self.assertIn("the same command goes on", done.stderr)
+                self.assertNotEqual(done.returncode, 0)
+                self.assertEqual(len(list((folder / "out").glob("*/log.jsonl"))), runs)
             done = search()
             self.assertEqual(done.returncode, 0, done.stderr)
             runs = list(map(json.loads, (folder / "out/runs.jsonl").read_text("utf-8").splitlines()))
