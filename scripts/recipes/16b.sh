@@ -10,7 +10,7 @@ case "$gpus $* " in
 *) echo "16b.sh: error: needs 4 or 8 GPUs; nvidia-smi shows $gpus" >&2; exit 1 ;;
 esac
 build=cuda
-shards=100
+text="edu_fineweb 100"
 . "$(dirname "$0")/text.sh"
 exec $launch "$program" --model 16b --ep "$gpus" --shard weights --precision mxfp8 \
     --linear-precision mxfp8 --seq-len 4096 --batch 4 --tokens-per-step 1048576 --steps 9536 --lr 4.2e-4 --warmup 500 \

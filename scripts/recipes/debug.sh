@@ -5,7 +5,7 @@
 # With Muon and --lr 1e-3 it ended 0.5 to 0.7 nats below AdamW after 30 million tokens of prose (docs/model.md). Longer runs were not measured.
 set -eu
 build=cuda
-shards=10
+text="edu_fineweb 10"
 . "$(dirname "$0")/text.sh"
 exec "$program" --model debug --seq-len 1024 --batch 32 --steps 30518 --lr 2e-3 --warmup 300 \
     --val-every 1000 --val-tokens 1048576 --save-every 5000 --sample-every 5000 --out runs/debug --resume "$@"

@@ -4,7 +4,7 @@
 # The settings follow the preset `small` and its sweeps (docs/log.md). A step takes 0.52 s on an H100 (bench/h100.md): four and a half hours.
 set -eu
 build=cuda
-shards=40
+text="edu_fineweb 40"
 . "$(dirname "$0")/text.sh"
 exec "$program" --model medium --seq-len 2048 --batch 16 --tokens-per-step 131072 --steps 30520 --warmup 300 \
     --val-every 1000 --val-tokens 4194304 --save-every 2000 --sample-every 5000 --out runs/medium --resume "$@"

@@ -7,6 +7,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,13 @@ from cli import ROOT, write_shard  # noqa: E402
 sys.path.insert(0, str(ROOT / "scripts"))
 from tokenizer_json import EOT, byte_level_json, config_json  # noqa: E402
 from test_prepare import read_table  # noqa: E402
+
+try:
+    import pyarrow
+    import pyarrow.parquet
+    import tokenizers  # noqa: F401
+except ImportError:
+    pyarrow = None
 
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
@@ -37,8 +45,8 @@ class Fineweb(unittest.TestCase):
 
     def get(self, *arguments):
         done = subprocess.run(["sh", ROOT / "scripts/fineweb.sh", *map(str, arguments)], capture_output=True, encoding="utf-8",
-                              cwd=self.dir, env=dict(os.environ, FINEWEB_URL=self.there.as_uri(), FINEWEB_TOKENIZER_URL=self.there.as_uri()),
-                              timeout=60)
+                              cwd=self.dir, env=dict(os.environ, FINEWEB_URL=self.there.as_uri(), FINEWEB_TOKENIZER_URL=self.there.as_uri(),
+                                                     PYTHON=sys.executable), timeout=60)
         return done.returncode, done.stdout, done.stderr
 
     def fails(self, *arguments, says):
@@ -60,6 +68,53 @@ class Fineweb(unittest.TestCase):
         self.assertEqual([line for line in stdout.splitlines() if "://" in line],
                          [f"{self.there.as_uri()}/{name}" for name in names])
         self.assertIn(f"use:   --train '{self.here}/edu_fineweb_train_[0-9]*.bin' --val ", stdout)
+
+    def test_fineweb(self):
+        """FineWeb's shards, next to those of FineWeb-Edu and with the same tokenizer."""
+        for name in "val_000000", "train_000001", "train_000002":
+            write_shard(self.there / f"fineweb_{name}.bin", range(5, 2000))
+        self.get(1, self.here)
+        (self.there / "tokenizer.json").unlink()
+        code, stdout, stderr = self.get("fineweb", 2, self.here)
+        self.assertEqual(code, 0, stderr)
+        names = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
+        self.assertTrue(all(map(self.same, names)))
+        self.assertEqual([line for line in stdout.splitlines() if "://" in line], [f"{self.there.as_uri()}/{name}" for name in names])
+        self.assertIn(f"use:   --train '{self.here}/fineweb_train_[0-9]*.bin' --val '{self.here}/fineweb_val_000000.bin' --tok", stdout)
+        self.fails("fineweb", 104, self.here, says="N: 104: must be from 1 to 103")
+
+    @unittest.skipUnless(pyarrow, "the pyarrow and tokenizers packages are not installed")
+    def test_nmoe(self):
+        """The documents of the validation file in its order, each after the end of text; those of the first N others train."""
+        texts = {1822: [f"validation {i}" for i in range(300)], 0: ["to be"] * 2, 1: ["or not to be"], 2: ["unread"]}
+        for i, documents in texts.items():
+            pyarrow.parquet.write_table(pyarrow.table({"text": documents}), self.there / f"shard_{i:05d}.parquet", row_group_size=64)
+        code, stdout, stderr = self.get("nmoe", 2, self.here)
+        self.assertEqual(code, 0, stderr)
+        table, eot = read_table(self.here / "nmoe_2_tokenizer.bin")
+        for split, documents in ("val", texts[1822]), ("train", texts[0] + texts[1]):
+            shard = (self.here / f"nmoe_2_{split}_000000.bin").read_bytes()
+            tokens = struct.unpack(f"<{(len(shard) - 1024) // 2}H", shard[1024:])
+            self.assertEqual(b"".join(table[i] for i in tokens).decode(), "".join(EOT + text for text in documents))
+            self.assertEqual((tokens[0], tokens.count(eot)), (eot, len(documents)))
+        self.assertFalse((self.here / "shard_00002.parquet").exists())
+        use = f"use:   --train '{self.here}/nmoe_2_train_[0-9]*.bin' --val '{self.here}/nmoe_2_val_"
+        self.assertIn(use, stdout)
+        # Prepared files are kept. What is no parquet file is not read.
+        code, stdout, stderr = self.get("nmoe", 2, self.here)
+        self.assertEqual((code, "bytes per token" in stdout, use in stdout), (0, False, True), stderr)
+        (self.there / "shard_00002.parquet").write_bytes(b"PAR1 cut off")
+        self.fails("nmoe", 3, self.here, says=f"{self.here}/shard_00002.parquet.part: no whole parquet file; remove it")
+
+    def test_nmoe_needs_packages(self):
+        """That is an error before anything is fetched."""
+        none = self.dir / "python"
+        none.write_text("#!/bin/sh\nexit 1\n", "utf-8")
+        none.chmod(0o755)
+        done = subprocess.run(["sh", ROOT / "scripts/fineweb.sh", "nmoe", "1", self.here], capture_output=True, encoding="utf-8", cwd=self.dir,
+                              env=dict(os.environ, FINEWEB_URL=self.there.as_uri(), PYTHON=str(none)), timeout=60)
+        self.assertEqual((done.returncode, done.stdout, done.stderr[:49]), (1, "", "fineweb.sh: error: nmoe needs packages: pip insta"))
+        self.assertFalse(self.here.exists())
 
     def test_the_use_line_can_be_pasted(self):
         """The printed line works for every folder name, and finds no files that the name matches as a pattern."""
@@ -96,7 +151,7 @@ class Fineweb(unittest.TestCase):
                 self.assertEqual(second.read_bytes(), whole)
                 self.assertFalse(part.exists())
         first.write_bytes(whole[:-2])
-        self.fails(2, self.here, says=f"{first} is there, and not as long as its header says; remove it")
+        self.fails(2, self.here, says=f"{first}: no shard of uint16 tokens as long as its header says; remove it")
 
     def test_a_tokenizer_that_is_none(self):
         """The next start goes on where the file was mended; tokenizer.bin is made once."""
