@@ -251,11 +251,18 @@ esac
         self.assertEqual(names - set(lines.split()), set())
         texts = [path.read_text("utf-8") for folder in ("scripts", "docs") for path in sorted((ROOT / folder).glob("*.[sm][hd]"))]
         for call, packages in ((r"\bcurl -", {"curl", "ca-certificates"}), (r"python3 -m venv", {"python3-venv"}),
-                               (r"\bpip install", {"python3-pip"}), (r"\bgit ", {"git"}), (r"\bmpirun ", {"openmpi-bin"})):
+                               (r"\bpip install", {"python3-pip"}), (r"\bgit ", {"git"}), (r"\bmpirun ", {"openmpi-bin"}),
+                               (r"\bjq -", {"jq"}), (r"\bnvcc\b", {"g++"})):
             self.assertTrue(any(re.search(call, text) for text in texts), call)
             self.assertEqual(packages - set(lines.split()), set())
         self.assertRegex(lines, r'docker run .*--user "\$\(id -u\):\$\(id -g\)"')
         self.assertRegex(lines, r"(?s)^USER (?!root).*^RUN make".replace("^", "(?m:^)"))
+        # Recipes download into data/corpus: any user may write there, the text stays after the run, and it is no part of the image.
+        folder = "data/corpus"
+        self.assertIn(f"{folder}/fineweb", (ROOT / "scripts/recipes/text.sh").read_text("utf-8"))
+        self.assertRegex(lines, rf'-v "\$PWD/{folder}:/train_moe/{folder}"(?s:.*)mkdir -p {folder} && chmod a\+rwX \. {folder} ')
+        kept = {line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").splitlines() if line.startswith("/") and line.endswith("/")}
+        self.assertEqual(kept - set((ROOT / ".dockerignore").read_text("utf-8").split()), set())
 
     def environment(self):
         hidden = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CUDA_HOME", "NCCL_HOME", "CONDA_PREFIX", "MPI", "ARCHS", "WERROR")
