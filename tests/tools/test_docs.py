@@ -2,6 +2,7 @@
 
 The pages and the comments use the words of the glossary."""
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -9,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
 import unittest
 import xml.etree.ElementTree as ET
@@ -144,6 +146,33 @@ class Docs(unittest.TestCase):
         entry = re.search(r"(?m)^## ([\d.]+) - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text("utf-8")).groups()
         cited = [re.findall(rf"(?m)^{key}: (\S+)$", (ROOT / "CITATION.cff").read_text("utf-8")) for key in ("version", "date-released")]
         self.assertEqual([re.match(r"train_moe ([\d.]+), ", said)[1], *entry], [cited[0][0], cited[0][0], cited[1][0]])
+
+    def test_removed_options(self):
+        """CHANGELOG.md names the options of 0.1.0 that are gone: those in the checkpoints that tests/model/test_frozen.py has of it."""
+        had = set()
+        with tarfile.open(ROOT / "tests/golden/checkpoints.tar.xz") as archive:
+            for name in archive.getnames():
+                if name.endswith("/manifest.json"):
+                    had |= json.load(archive.extractfile(name))["options"].keys()
+        offered = subprocess.run([PROGRAM, "--help", "all"], capture_output=True, encoding="utf-8", check=True).stdout
+        gone = had - {*re.findall(r"(?m)^  --(\S+)", offered), "updates-before", "warmup-steps"}  # two values of a record, never options
+        self.assertEqual(len(gone), 9)
+        removed = re.search(r"(?ms)^### Removed$(.*?)^##", (ROOT / "CHANGELOG.md").read_text("utf-8"))[1]
+        self.assertEqual(gone - {*re.findall(r"`--([\w-]+)`", removed)}, set())
+
+    @unittest.skipUnless(shutil.which("git") and (ROOT / ".git").exists(), "needs git and the repository")
+    def test_tag(self):
+        """CONTRIBUTING.md's command makes a tag with the section of a version as its text, headings and all."""
+        command, = re.findall(r"(?s)```text\nversion=[\d.]+\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+        with tempfile.TemporaryDirectory() as folder:
+            for start in ("git init -q", "git -c user.name=A -c user.email=a@b commit -q --allow-empty -m A"):
+                subprocess.run(start.split(), cwd=folder, check=True)
+            (pathlib.Path(folder) / "CHANGELOG.md").write_text("# Changelog\n\n## 0.2.0 - 2026-12-31\n\n### Added\n\n- `A`.\n\n## 0.1.0 - 2026\n\n- B\n", "utf-8")
+            subprocess.run(["sh", "-euc", "version=0.2.0\n" + command], cwd=folder, check=True,
+                           env={**os.environ, "GIT_COMMITTER_NAME": "A", "GIT_COMMITTER_EMAIL": "a@b"})
+            said = subprocess.run(["git", "for-each-ref", "--format=%(contents)", "refs/tags/v0.2.0"], cwd=folder, capture_output=True,
+                                  encoding="utf-8", check=True).stdout
+        self.assertEqual(said.strip(), "train_moe 0.2.0\n\n### Added\n\n- `A`.")
 
     @unittest.skipUnless(shutil.which("git") and (ROOT / ".git").exists(), "needs git and the repository")
     def test_commands_run(self):
