@@ -1,5 +1,5 @@
-// Reader of multiple-choice files. A file is read whole (HellaSwag's 10,042 questions are 8 MB). Its numbers become one
-// int32 array, and the questions store offsets into it.
+// Reader of multiple-choice files. A file is read whole (HellaSwag's 10,042 questions are 8 MB). The file's numbers
+// become one int32 array, and the questions store offsets into the array.
 #include "data/choices.h"
 
 #include <errno.h>

@@ -1,6 +1,7 @@
 // A recursive descent parser: parse_value looks at one byte and calls the parser of that kind of value. Each parser
-// starts with p->at at its first byte and ends with p->at after its last. On failure it returns false, with the reason
-// in p->error. All memory is in the tree from its allocation on, so json_parse can free it after a failure.
+// starts with p->at at the value's first byte and ends with p->at after the last byte. On failure a parser returns
+// false, with the reason in p->error. All memory is in the tree from its allocation on, so json_parse can free it after
+// a failure.
 #include "data/json.h"
 
 #include <ctype.h>

@@ -21,17 +21,17 @@ typedef struct Json {
     struct Json* next;   // next sibling
 } Json;
 
-// Parses `length` bytes, which must be one value. NULL on error, with the reason and byte offset in `error` (its size
-// may be 0).
+// Parses `length` bytes, which must be one value; json_free frees the tree. NULL on error, with the reason and byte
+// offset in `error` (error_size may be 0).
 Json* json_parse(const char* text, size_t length, char* error, size_t error_size);
 void json_free(Json* json);
 
 const Json* json_get(const Json* object, const char* key);   // NULL if absent or not an object
 const char* json_text(const Json* object, const char* key);  // NULL if absent or not a string
-// if_absent is returned too if the member is no number.
+// The member as an integer; if_absent if the member is absent or no number.
 int64_t json_int(const Json* object, const char* key, int64_t if_absent);
-// The number of elements or members.
+// The number of elements or members; 0 for NULL and for values of other types.
 int64_t json_count(const Json* container);
 
-// `text` as a JSON string with its quotes, in fresh memory.
+// `text` as a JSON string with its quotes, in fresh memory that the caller frees.
 char* json_quote(const char* text);

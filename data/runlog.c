@@ -1,6 +1,6 @@
 // The log is rewritten when a run begins: the configuration, then the lines of an earlier log that are still valid. The
 // new file is written under a temporary name and renamed once it is on the disk. Steps are then appended. All lines
-// stay in memory too, some 500 bytes a step: whatever others do to the file, it can be written again.
+// stay in memory too, some 500 bytes a step: a file that others have changed can be written again.
 #include "data/runlog.h"
 
 #include <errno.h>

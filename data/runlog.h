@@ -11,20 +11,20 @@
 
 typedef struct RunLog RunLog;
 
-// Starts `folder`/log.jsonl. Its first line is the current configuration. The lines of an existing log up to
-// `last_step` follow (0, for a new run, keeps none). Unreadable lines go to log.jsonl.unreadable, with a warning. The
-// run ends if the log cannot be written or is a link.
+// Starts `folder`/log.jsonl. The first line of the log is config_json, the current configuration. The lines of an
+// existing log up to step `last_step` follow; 0, for a new run, keeps no line. Unreadable lines go to
+// log.jsonl.unreadable, with a warning. The run ends if the log cannot be written or is a link.
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step);
 // Appends a line, which is one JSON object. A log that was removed, replaced, truncated or extended meanwhile is
-// written again, with all lines of the run and a warning; a file that has its name is kept as log.jsonl.replaced, the
-// newest one.
+// written again, with all lines of the run and a warning. A file that has taken the log's name becomes
+// log.jsonl.replaced, and replaces an earlier file of that name.
 void runlog_add(RunLog* log, const char* line);
-// Flushes all lines to the disk, before a checkpoint that relies on them. It compares every byte: a log that others
-// have written into is written again too.
+// Flushes all lines to the disk, before a checkpoint that relies on the lines. If any byte of the log has changed since
+// it was written, the log is written again too.
 void runlog_sync(RunLog* log);
 void runlog_close(RunLog* log);
 
-// Appends a member to a line: a number with nine digits, null if not finite.
+// Appends a member to *line, an allocated string that may move: a number with nine digits, null if not finite.
 void runlog_number(char** line, const char* name, double x);
-// Appends a member: a list of numbers with four digits each.
+// Appends a member to *line: a list of n numbers with four digits each.
 void runlog_list(char** line, const char* name, const double* x, int64_t n);

@@ -1,5 +1,5 @@
-// The safetensors header is not trusted. Each entry is checked alone (parse_tensor), then all together by offset
-// (offsets_tile) and by name (names_unique). The list of tensors stays in the order of names, for lookups.
+// The safetensors header is not trusted. Each entry is checked alone (parse_tensor), then all entries together by
+// offset (offsets_tile) and by name (names_unique). The list of tensors stays in the order of names, for lookups.
 #include "data/safetensors.h"
 
 #include <errno.h>

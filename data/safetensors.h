@@ -9,7 +9,7 @@
 #include "data/json.h"
 #include "device/types.h"
 
-// The element types that this program reads; a file with others is refused.
+// The element types that this program reads; st_open refuses a file with others.
 typedef enum { ST_F64, ST_F32, ST_F16, ST_BF16, ST_I64, ST_I32, ST_U8, ST_F8_E4M3, ST_DTYPES } StDtype;
 size_t st_dtype_bytes(StDtype dtype);
 
@@ -24,7 +24,7 @@ typedef struct StTensor {
     bool used;  // a mark for the caller of st_open
 } StTensor;
 
-// An open file. Its data are read when asked for, so only the header is in memory.
+// An open file. st_read reads a tensor's data on request, so only the header is in memory.
 typedef struct SafeTensors {
     char* path;
     int count;
@@ -38,10 +38,10 @@ typedef struct SafeTensors {
 SafeTensors* st_open(const char* path, char* error, size_t error_size);
 void st_close(SafeTensors* st);
 const StTensor* st_find(const SafeTensors* st, const char* name);  // NULL if absent
-// Reads elements first .. first + count - 1 of a tensor as they are stored. 0, or -1 with errno set.
+// Reads elements first .. first + count - 1 of a tensor, in the tensor's dtype. 0, or -1 with errno set.
 int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_t count, void* out);
 
 // Plans a file. Sets the tensors' offset and bytes from name, dtype, rank and shape, in the given order. Returns the
-// header in fresh memory, with its 8-byte length, padded with spaces to a multiple of 8. *size gets the header's size;
-// the data begin there.
+// header in fresh memory, with its 8-byte length, padded with spaces to a multiple of 8. The header's size, in *size,
+// is the offset of the data in the file.
 char* st_plan_header(StTensor* tensors, int count, int64_t* size);

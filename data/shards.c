@@ -1,5 +1,5 @@
-// Token shards and the loader. Shards stay open and are read with pread. They are not mapped: truncation during the run
-// then gives a message and not a SIGBUS. While a micro-batch is in use, the kernel reads the next one from the disk.
+// Token shards and the loader. Shards stay open and are read with pread, not mapped. So truncation during the run gives
+// a message and not a SIGBUS. While a micro-batch is in use, the operating system reads the next one from the disk.
 #include "data/shards.h"
 
 #include <errno.h>
@@ -170,7 +170,7 @@ Path shards_tokenizer(const char* path, const char* mark, const char* of_run) {
     if (!*tokenizer.text || access(tokenizer.text, F_OK) == 0) return tokenizer;
 
     // scripts/prepare_text.py puts the table in place last, so other files of the tokenizer show that the set is not
-    // whole. Shards of other programs have none of them.
+    // whole. Shards that other programs made come without these files.
     static const char* const traces[] = {"json", "bin.tmp"};
     for (int i = 0; i < 2; i++) {
         Path trace = path_of("%.*s%s", (int)(strlen(tokenizer.text) - strlen("bin")), tokenizer.text, traces[i]);

@@ -1,4 +1,4 @@
-// The file's bytes stay in memory, and the tokens point into them.
+// The file's bytes stay in memory, and the tokens point into these bytes.
 #include "data/tokenizer.h"
 
 #include <errno.h>
