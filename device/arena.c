@@ -1,4 +1,4 @@
-// The table is filled first and allocated once. So its sizes are known before the allocation, and the address of a
+// The table is filled first and allocated once. So all sizes are known before the allocation, and the address of a
 // buffer is the sum of the sizes before it.
 #include "device/arena.h"
 

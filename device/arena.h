@@ -35,7 +35,7 @@ typedef struct Arena {
 void arena_init(Arena* arena, const char* purpose, Backend backend);
 // Adds a buffer of `count` elements. arena_allocate sets *slot, unless slot is NULL.
 void arena_add(Arena* arena, const char* name, Element element, int64_t count, int per_token, void** slot);
-// Bytes of one element in this build, as a constant. ELEMENT_BYTE, which structs use too, is not checked.
+// Bytes of one element in this build, as a constant. ARENA does not check ELEMENT_BYTE, because structs use it too.
 #define ELEMENT_SIZE(element)                                                                                          \
     ((element) == ELEMENT_X      ? sizeof(floatX)                                                                      \
      : (element) == ELEMENT_REAL ? sizeof(real)                                                                        \
@@ -50,6 +50,6 @@ void arena_add(Arena* arena, const char* name, Element element, int64_t count, i
     } while (0)
 
 size_t arena_bytes(const Arena* arena);  // of all buffers, each rounded up to 256 bytes
-// Allocates all buffers as one zeroed block of device memory and sets every slot.
+// Allocates all buffers as one zeroed block of device memory and sets every slot; without memory the run ends.
 void arena_allocate(Arena* arena);
 void arena_free(Arena* arena);

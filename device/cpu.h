@@ -14,7 +14,8 @@
 #include "device/device.h"
 #include "device/values.h"
 
-// glibc's libmvec has exp for whole vectors (4 ulp); its headers offer it under -ffast-math only, which we do not use.
+// glibc's libmvec has exp for whole vectors (4 ulp). glibc's headers declare these under -ffast-math only, which the
+// Makefile does not set.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 __attribute__((simd("notinbranch"))) float(expf)(float);
 __attribute__((simd("notinbranch"))) double(exp)(double);
@@ -48,12 +49,12 @@ struct Ctx {
     char name[128];
 };
 
-// Parallelism is over tiles of the output. Their size never depends on the number of threads, so the bits do not
-// either.
+// Parallelism is over tiles of the output. A tile's size never depends on the number of threads, so the output's bits
+// do not either.
 enum { TILE = 128 };
 
 // Elements of a flat buffer that a thread takes at a time. The compiler may use other fused multiply-adds at the end of
-// a vector loop. Fixed blocks keep these ends, and so the bits, independent of the number of threads.
+// a vector loop. With blocks of fixed size, the ends of loops, and so the bits, do not depend on the number of threads.
 enum { BLOCK = 4096 };
 
 // The workspace as `count` elements of real; ends the run if `count` exceeds the size that the op's x_workspace
@@ -63,8 +64,8 @@ static inline real* ctx_workspace(Ctx* ctx, int64_t count) {
     return (real*)ctx->workspace;
 }
 
-// The OpenBLAS kernels to request if it chose the family `chosen` on a processor with AVX2 and FMA, or also AVX-512 (F,
-// CD, BW, DQ, VL). NULL: its choice is kept.
+// The kernels to request from OpenBLAS if OpenBLAS chose the family `chosen` on a processor with AVX2 and FMA, or also
+// AVX-512 (F, CD, BW, DQ, VL). NULL: OpenBLAS's choice is kept.
 const char* blas_kernels(const char* chosen, int avx2, int avx512);
 
 // C (m x n, row stride ldc) = alpha * op(A) op(B) + beta * C, row-major, by one thread.

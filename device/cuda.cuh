@@ -10,7 +10,7 @@
 #include "device/check.h"
 #include "device/device.h"
 
-// Reports a failed call in one line: where, which call, why. The two errors that users meet get a hint.
+// Ends the run with one line: file and line, the failed call, the reason. Errors that users can mend get a hint.
 NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file, int line);
 #define CUDA_CHECK(call)                                                                                               \
     do {                                                                                                               \
@@ -42,12 +42,12 @@ struct Ctx {
     bool transfers;                                  // 1: NCCL transfers run concurrently and need some SMs
     int portable;                                    // 1: kernels for every GPU since Ampere, 0: Hopper's
     int capability;                                  // of the GPU: 90 is 9.0
-    decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without one
+    decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without a driver
     char name[320];
 };
 
-// The two halves of a master weight (masters_upload). Half a unit of the upper half is added, which carries into it.
-// NaN must not carry into the sign.
+// The two halves of a master weight (masters_upload). Half a unit of the upper half is added, and its carry rounds the
+// upper half. NaN is apart: its carry could reach the sign.
 static inline BOTH_SIDES uint32_t master_high(uint32_t bits) {
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : (bits + 0x8000) >> 16;
 }
@@ -65,15 +65,15 @@ static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
 // Number of blocks for `work` items, rounded up.
 static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
 
-// A grid of x blocks for each of `rows`. Its second dimension ends at 65,535, so the third one continues it. A block's
-// row is grid_row(), and may be beyond the last row.
+// A grid of x blocks for each of `rows` rows. A grid's second dimension ends at 65,535, so the third dimension
+// continues the rows. A block's row is grid_row(), and may be beyond the last row.
 static inline dim3 grid_of_rows(unsigned x, int64_t rows) {
     return dim3(x, (unsigned)min_i64(rows, 1 << 15), blocks_for(rows, 1 << 15));
 }
 static __device__ __forceinline__ int64_t grid_row() { return blockIdx.z * (int64_t)gridDim.y + blockIdx.y; }
 
-// Grid size when the row count is known only on the device: an upper bound of 256 blocks per SM. That is many more than
-// run at once, for balance. Surplus blocks exit at once.
+// Grid size when the row count is known only on the device: at most 256 blocks per SM. Many more blocks than run at
+// once balance the load. Blocks without rows exit at once.
 static inline unsigned walking_blocks(int64_t blocks, const Ctx* ctx) {
     return (unsigned)min_i64(blocks, 256 * (int64_t)ctx->sms);
 }
@@ -96,18 +96,18 @@ static inline void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t sh
 }
 
 // Launch with programmatic dependent launch (PDL; compute capability 9.0 and up). The kernel may start while the
-// preceding kernel of the stream still runs, which hides the gap between the two. In a CUDA graph this becomes the type
-// of an edge. The rules for correctness:
+// preceding kernel of the stream still runs, which hides the gap between the two. In a CUDA graph, PDL is the type of
+// an edge. The rules for correctness:
 //
 //   previous_is_done() returns when the preceding kernel is done and its writes are visible. Before this call a kernel
 //   touches no memory that another kernel of a step writes or reads. Blocks without work may exit before the call, but
-//   not all blocks of a kernel. So this kernel also ends after all kernels before it.
+//   not all blocks of a kernel. So each kernel ends after all kernels before it.
 //
-//   let_next_start() lets the next kernel start, if that one was launched with PDL. It is legal from the first line on,
-//   because the next kernel waits for the end of this kernel, not for the call. Blocks of the next kernel start only
-//   when all blocks of this one have started.
+//   let_next_start() lets the next kernel start, if the next kernel was launched with PDL. The call is legal from
+//   the first line on, because the next kernel waits for the end of this kernel, not for the call. Blocks of the next
+//   kernel start only when all blocks of this kernel have started.
 //
-//   After a copy, a memset or a wait for another stream there is no kernel to overlap: an ordinary launch.
+//   After a copy, a memset or a wait for another stream there is no kernel to overlap: launch() suffices.
 template <typename... P, typename... A>
 static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
@@ -150,7 +150,7 @@ static __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
-// The first statement of most kernels with PDL: the next kernel may start; wait for the preceding one.
+// The first statement of most kernels with PDL: lets the next kernel start, and waits for the preceding kernel.
 static __device__ __forceinline__ void wait_for_previous() {
     let_next_start();
     previous_is_done();

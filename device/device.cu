@@ -4,7 +4,7 @@
 //   for memory             device_alloc
 //   for staging buffers    device_upload, when all of them are in flight
 //
-// A side stream is a second queue of the same GPU. An event is recorded in one stream and waited for in the other.
+// A side stream is a second queue of the same GPU. An event is recorded in one stream, and another stream waits for it.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

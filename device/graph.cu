@@ -1,4 +1,4 @@
-// CUDA graphs by stream capture. During capture, work queued on the stream becomes a graph and does not run. This
+// CUDA graphs by stream capture. During capture, work queued on the stream becomes a graph and does not run. Capture
 // includes side streams that follow the stream by events. PDL launches (device/cuda.cuh) become edges of the graph.
 // Other threads (a save) are not affected. A call that cannot be captured ends the run with its name.
 #include <stdlib.h>

@@ -8,9 +8,9 @@
 // the value of TRAIN_MOE_KERNELS, NULL if it is not set.
 int kernels_choose(int capability, const char* asked, char** error);
 
-// NULL, or the reason why a program built with `toolkit` cannot run with a driver for CUDA `driver` (13000 is 13.0).
-// Within one major version any driver runs it (minor version compatibility). Only PTX needs a driver as new as the
-// toolkit.
+// NULL, or the reason why a program built with `toolkit` cannot run with a driver for CUDA `driver` (13000 is 13.0),
+// newly allocated. Within one major version any driver runs any program (minor version compatibility). Only PTX needs a
+// driver as new as the toolkit.
 char* kernels_old_driver(int driver, int toolkit);
 
 // NULL, or the reason why the GPU has no MXFP8 GEMMs for --precision mxfp8 with these kernels (newly allocated).

@@ -1,8 +1,8 @@
 // GEMMs by NVIDIA's library cuBLASLt: row-major matrices of bf16, float32 accumulation. Used by the dense GEMMs
 // (layers/matmul.cu), and by ops without a kernel of their own for this GPU (mx/grouped_gemm_blackwell.cu).
 //
-// A GEMM is described once; the plan is cached in the Ctx. Its algorithm is the first of the library's heuristic that
-// has no in-place split-K, whose order of summation is not fixed. There is no autotuning by timing: the same shapes
+// A GEMM is described once; the plan is cached in the Ctx. The plan's algorithm is the first of the library's heuristic
+// without in-place split-K, whose order of summation is not fixed. There is no autotuning by timing: the same shapes
 // give the same bits on every run.
 #pragma once
 
@@ -88,7 +88,7 @@ static inline cublasLtMatrixLayout_t lt_layout(LtOperand x, cudaDataType_t type,
     return layout;
 }
 
-// The library computes, column-major, D^T = op(B)^T op(A)^T: its A is our B, and its B is our A.
+// The library computes, column-major, D^T = op(B)^T op(A)^T: the library's A is our B, and the library's B is our A.
 static inline void lt_set_scales(cublasLtMatmulDesc_t op, const LtProduct& p) {
     lt_set(op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b_scale);
     lt_set(op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a_scale);
@@ -167,6 +167,7 @@ static inline void lt_multiply(LtMatrix d, LtMatrix a, LtMatrix b, const LtProdu
                                 plan->d, &plan->algo, workspace, (size_t)p.workspace, ctx->stream));
 }
 
+// Frees the cached plans of ctx.
 static inline void lt_forget(Ctx* ctx) {
     while (ctx->lt_plans) {
         LtPlan* plan = ctx->lt_plans;

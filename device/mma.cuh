@@ -17,8 +17,8 @@ static __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Loads four 8 x 8 matrices of bf16 from shared memory. Lane l addresses 16 bytes: row l % 8 of matrix l / 8. It
-// receives r[i], two elements of matrix i: row l / 4, columns 2 (l % 4) and the next.
+// Loads four 8 x 8 matrices of bf16 from shared memory. Lane l addresses 16 bytes: row l % 8 of matrix l / 8. Lane l
+// receives two elements of matrix i in r[i]: row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1.
 static __device__ __forceinline__ void ldmatrix_x4(uint32_t r[4], const void* shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -26,7 +26,7 @@ static __device__ __forceinline__ void ldmatrix_x4(uint32_t r[4], const void* sh
                  : "memory");
 }
 
-// The same for the transposed matrices: r[i] is column l / 4, rows 2 (l % 4) and the next.
+// ldmatrix_x4 of the transposed matrices: r[i] has column l / 4, rows 2 (l % 4) and 2 (l % 4) + 1.
 static __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t r[4], const void* shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -70,7 +70,7 @@ static __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Packs two floats into one register of a or b; `low` is the first. (The instruction names the high half first.)
+// Packs two floats into one register of a or b, `low` in the low half. (The instruction names the high half first.)
 static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

@@ -19,8 +19,8 @@ typedef enum {
     OPTION_FLAG     // int64_t: 0 or 1, takes no value
 } OptionType;
 
-// The rule for an option when a run is resumed, or when a stage begins with its moments (--init-moments). Each is
-// stricter than the one before.
+// The rule for an option when a run is resumed, or when a stage begins with its moments (--init-moments). Each rule is
+// stricter than the rule before it.
 typedef enum {
     OPTION_ONCE,   // for a single start: the old value is never used
     OPTION_FREE,   // may change; the default is the value of the run
@@ -41,7 +41,8 @@ typedef struct Option {
     const char* help;  // NULL: no option of the command line, only a member of the record
 } Option;
 
-// Writes the defaults into `values`, whose texts must be NULL or allocated. Options without a default stay unchanged.
+// Writes the defaults into `values`, whose texts must be NULL or allocated: old texts are freed. Options without a
+// default stay unchanged.
 void options_defaults(const Option* table, int count, void* values);
 
 // Sets one option from text; frees an earlier text. If the value is not a number, out of range or not one of the
@@ -59,17 +60,17 @@ void options_set(const Option* option, void* values, const char* text, const cha
 //   if options_set fails
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv);
 
-// Frees the texts.
+// Frees the texts in `values`.
 void options_free(const Option* table, int count, void* values);
 
 // The value as text, newly allocated; parsing it gives the same value.
 char* option_text(const Option* option, const void* values);
-// Copies the value of one struct to another, with the checks of options_set.
+// Copies the option's value from one struct to another, with the checks of options_set.
 void option_copy(const Option* option, void* to, const void* from, const char* where);
 // 1 if both structs have the same value.
 int option_same(const Option* option, const void* values, const void* others);
 
 // Prints help to stdout: the common options, or all.
 void options_help(const Option* table, int count, bool all);
-// Prints "group  name value ..." lines to stdout: the values that differ from `defaults`; all values if it is NULL.
+// Prints "group  name value ..." lines to stdout: values that differ from `defaults`, or all if `defaults` is NULL.
 void options_print(const Option* table, int count, const void* values, const void* defaults);

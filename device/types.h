@@ -4,13 +4,13 @@
 //   real    type of values that must not be rounded to bf16: statistics, gates, router scores, losses, gradients that
 //           are summed, master weights, and moments except with --moments bf16. float32; double in the reference build
 //           with F64=1 (the oracle of finite differences).
-//   Master  what a master weight has beyond its working weight (masters_upload, device/device.h): 16 bits on CUDA, all
-//           of it on the CPU
+//   Master  the part of a master weight that its working weight lacks (masters_upload, device/device.h): 16 bits on
+//           CUDA; on the CPU the whole master weight
 //
 // The program is for 64-bit Linux, where int64_t is long: printf takes it as %ld.
 //
-// Host code is compiled as C11 by gcc (CPU build) and as C++20 by nvcc (CUDA build). It passes floatX* on and never
-// reads it.
+// Host code is compiled as C11 by gcc (CPU build) and as C++20 by nvcc (CUDA build). Host code passes floatX* on and
+// never reads the elements.
 #pragma once
 
 #include <stdbool.h>

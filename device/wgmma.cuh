@@ -2,11 +2,11 @@
 // pitfall; PTX ISA 8.0, sections "mbarrier", "cp.async.bulk.tensor", "wgmma".
 //
 //   WGMMA     Four warps, a warpgroup, multiply on the tensor cores together: d (64, N) += A (64, 16) B (16, N).
-//             d is in registers, A in registers or shared memory, B in shared memory. It is asynchronous: issue,
-//             commit, wait.
+//             d is in registers, A in registers or shared memory, B in shared memory. WGMMA is asynchronous:
+//             issue, commit, wait.
 //   TMA       Tensor memory accelerator, a copy engine in the SM. One thread requests a box of a tensor by its
-//             coordinates. The engine computes the addresses from a tensor map, which the host made. It copies the
-//             box to or from shared memory.
+//             coordinates. From a tensor map, which the host made, the engine computes the addresses. The
+//             engine copies the box to or from shared memory.
 //   mbarrier  8 bytes of shared memory that count arrivals of threads and bytes of copies. When the count is
 //             complete, a phase ends and the next begins. A waiting thread passes the parity of the phase: 0, 1,
 //             0, ..
@@ -62,8 +62,8 @@ static __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t pari
     } while (!done);
 }
 
-// Makes ordinary writes to shared memory visible to WGMMA and TMA. Each thread that wrote calls it, before a barrier
-// that joins the threads.
+// Makes ordinary writes to shared memory visible to WGMMA and TMA. Each thread that wrote calls fence_async, before a
+// barrier that joins the threads.
 static __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- TMA ---
@@ -174,7 +174,7 @@ static __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, ui
            ((address & 0x3FFFF) >> 4);
 }
 
-// Call it before the first WGMMA, and after ordinary code accessed registers that WGMMAs use.
+// Call wgmma_fence before the first WGMMA, and after ordinary code accessed registers that WGMMAs use.
 static __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Ends a group: all WGMMAs issued before.
 static __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -183,8 +183,8 @@ template <int PENDING>
 static __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// The compiler moves no use of the accumulators across this point. After a wait, it keeps their readers behind the
-// wait.
+// The compiler moves no use of the accumulators across this point. After a wait, wgmma_pin keeps readers of the
+// accumulators behind the wait.
 template <int N>
 static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
 #pragma unroll
@@ -244,11 +244,11 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
 #undef WGMMA_SS
 }
 
-// The same with A (64, 16) in registers, two bf16 in each:
+// wgmma_ss with A (64, 16) in registers instead of shared memory, two bf16 in each register:
 //
 //   a[0]          row l / 4,      columns l % 4 * 2 and the next
 //   a[1]          row l / 4 + 8,  the same columns
-//   a[2], a[3]    these rows again, 8 columns further
+//   a[2], a[3]    the rows of a[0] and a[1], 8 columns further
 template <int N, int MN_B>
 static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {
     static_assert(N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 192, "add this N below");
