@@ -1,5 +1,5 @@
-// Backward of SwiGLU with the gate (grouped/experts.h) for eight columns of a row. Two kernels use it: experts.cu's,
-// and one of mx/ that also quantizes, and rounds `a` first.
+// Backward of SwiGLU with the gate (grouped/experts.h) for eight columns of a row: for the kernel of experts.cu, and
+// for a kernel of mx/ that rounds `a` first and quantizes the results.
 #pragma once
 
 #include "grouped/experts.h"

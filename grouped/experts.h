@@ -24,4 +24,5 @@ typedef struct ExpertsBackward {
     const floatX* da_ungated;  // (capacity, F): da' = dy W2
     const floatX* h;           // (capacity, 2F)
 } ExpertsBackward;
+// dh, gated_a and drow_gate of the rows in use; dh from da by the formulas of layers/activation.h
 void experts_swiglu_backward(ExpertsBackward tensors, Ragged ragged, int64_t F, Ctx* ctx);

@@ -25,7 +25,7 @@
 //
 // wgmma also reads operands whose rows are the contraction: dgrad's W, both operands of wgrad. So nothing is
 // transposed, and the passes differ in coordinates only. Two blocks form a cluster and share one operand of their
-// tiles: each loads half of it and multicasts it to both.
+// tiles: each block loads half of this operand, for both.
 //
 // Three GEMMs do more (grouped/grouped_gemm_gather.cuh, grouped/grouped_gemm_swiglu.cuh): helper warps gather an
 // operand by token, and the epilogue is SwiGLU or its backward.

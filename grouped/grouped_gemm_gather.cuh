@@ -1,13 +1,13 @@
 // Gather: helper warps of a grouped GEMM load an operand's rows by token (rows[r] = tokens[row_token[r]],
 // grouped/permute.h). So no kernel writes the permuted rows first.
 //
-// TMA on Hopper cannot gather. The helpers copy each row in pieces of 16 bytes (cp.async) to the places where TMA would
-// have put them, with its swizzle. A copy is asynchronous too: the helpers run ahead until all stages are full. When a
-// thread's copies for a stage are done, the hardware arrives at the stage's full barrier for it. A gathered operand is
-// not multicast: each block of a cluster gathers its own.
+// TMA on Hopper cannot gather. The helpers copy each row in vectors of 16 bytes (cp.async) to the places where TMA
+// would have put them, with its swizzle. Like TMA, cp.async is asynchronous: the helpers run ahead until all stages are
+// full. When a thread's copies for a stage are done, the hardware arrives at the stage's full barrier for the thread. A
+// gathered operand is not multicast: each block of a cluster gathers its own.
 //
-//     along the contraction (forward, dgrad)    A's rows are rows of the tile: their tokens are the same for each k
-//     block over rows (wgrad)                         the contraction runs over the rows: 64 tokens for each k block
+//     along the contraction (forward, dgrad)    A's rows are rows of the tile: the same tokens for each k block
+//     over rows (wgrad)                         the contraction runs over the rows: 64 tokens for each k block
 #pragma once
 
 #include "device/mma.cuh"
@@ -86,7 +86,7 @@ __device__ __forceinline__ void gather_tile(Shared<P>& s, const Tokens& t, const
         arrive_after_copies(&s.full_barriers[stage.index]);
         stage.advance();
     }
-    for (int i = 0; i < P::EPILOGUE_STAGES; i++) {  // nothing of these is gathered
+    for (int i = 0; i < P::EPILOGUE_STAGES; i++) {  // nothing of epilogue stages is gathered
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);
         barrier_arrive(&s.full_barriers[stage.index]);
         stage.advance();

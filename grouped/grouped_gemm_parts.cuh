@@ -28,8 +28,8 @@ enum { BOTH = (1 << CLUSTER) - 1 };              // multicast mask: a bit for ea
 enum { STORE_BYTES = 16 * 128 };                 // an output buffer: 16 rows of 128 bytes
 enum { QUEUE = 8 };                              // slots
 
-// Queue of work tile numbers in a block's shared memory. Block 0 draws the numbers for both blocks of the cluster. It
-// is at most 6 work tiles ahead, the number of stages, because both blocks release each stage. So 8 slots never
+// Queue of work tile numbers in a block's shared memory. Block 0 draws the numbers for both blocks of the cluster.
+// Block 0 is at most 6 work tiles ahead, the number of stages, because both blocks release each stage. So 8 slots never
 // overflow.
 struct Queue {
     uint64_t full_barriers[QUEUE];
@@ -52,8 +52,8 @@ struct Memory {
 template <typename P>
 using Shared = Memory<P::STAGES, P::STAGE_BOXES, typename P::Extra>;
 
-// A slot in a ring of N, and the parity of the phase to wait for there. The producer begins with parity 1, that of the
-// phase before the first: every slot is empty.
+// A slot in a ring of N, and the parity of the phase to wait for there. The producer begins with parity 1, the parity
+// of the phase before the first: every slot is empty.
 template <int N>
 struct RingSlot {
     int index;
@@ -65,7 +65,7 @@ struct RingSlot {
             phase ^= 1;
         }
     }
-    // The same as `count` times advance().
+    // Equals `count` calls of advance().
     __device__ __forceinline__ void skip(int count) {
         phase ^= (index + count) / N % 2;
         index = (index + count) % N;
@@ -91,7 +91,7 @@ __device__ __forceinline__ int boxes_of_b(int shape) {
 }
 
 // Box i of B: its first column, and its matrix. GATE_UP: B is (2 El, F, K), an expert's gate and its up. The first half
-// of a tile's columns are columns of the gate, the other half the same ones of the up.
+// of a tile's columns are columns of the gate, the other half the same columns of the up.
 struct BoxOfB {
     int n, matrix;
 };
@@ -103,8 +103,8 @@ __device__ __forceinline__ BoxOfB box_of_b(const WorkItem& item, int i, int boxe
 }
 
 // Ping-pong: the halves of a tile, 128 x 128, are tiles of their own, and the two consumer warpgroups take them in
-// turns. So one multiplies while the other is in its epilogue. That pays for a long epilogue after a short contraction.
-// It costs loads: the half of the operands that the halves have in common is loaded twice.
+// turns. So one warpgroup multiplies while the other is in its epilogue. Ping-pong pays for a long epilogue after a
+// short contraction. The price of ping-pong is loads: the operand that both halves need is loaded twice.
 template <typename P>
 __device__ __forceinline__ int tiles_of(const WorkItem& item) {
     return P::PING_PONG && item.shape != SQUARE ? 2 : 1;
@@ -124,11 +124,11 @@ __device__ __forceinline__ WorkItem tile_of(const WorkItem& item, int i) {
 
 // Loads the k blocks of a tile, one stage for each, but for an operand that helpers gather. The shared operand is
 // multicast: this block loads every other box of it for both blocks. A full barrier counts the bytes of all boxes, also
-// of those that the peer loads.
+// of boxes that the peer loads.
 //
-// One thread runs this loop, and must keep ahead of the tensor cores. With fast products its instructions for a k block
-// take about as long as the products. So the loop decides nothing that is known before it: COMMON_A, which operand is
-// shared, is a template parameter.
+// One thread runs this loop, and must keep ahead of the tensor cores. With fast products the thread's instructions for
+// a k block take about as long as the products. So the loop makes no decision that can be made before the loop:
+// COMMON_A, which operand is shared, is a template parameter.
 template <typename P, bool COMMON_A>
 __device__ __forceinline__ void load_blocks(Shared<P>& s, const CUtensorMap* a, const CUtensorMap* b,
                                             const WorkItem& item, int rank, RingSlot<P::STAGES>& stage) {
@@ -164,9 +164,9 @@ __device__ __forceinline__ void load_blocks(Shared<P>& s, const CUtensorMap* a, 
 }
 
 // Epilogue stages: after a tile's k blocks its consumers read another tensor, 128 rows and 64 columns at a time. Each
-// work tile has P::EPILOGUE_STAGES of them, whatever its shape, because both blocks of a cluster go through the same
-// stages. The part of the tile's rows that stage i has, and its columns; `exists` is false behind the tile or the
-// tensor.
+// work tile has P::EPILOGUE_STAGES epilogue stages, whatever its shape, because both blocks of a cluster go through the
+// same stages. An EpiloguePiece is the part of the tile's rows, and the first column, of stage i; `exists` is false
+// behind the tile or the tensor.
 struct EpiloguePiece {
     int part, column;
     bool exists;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void load_epilogue(Shared<P>& s, const CUtensorMap* f
     }
 }
 
-// The cluster's work tiles, one after another: the same number for both blocks. All lanes of the producer warp run it.
+// The cluster's work tiles, one after another: the same number for both blocks. The whole producer warp calls next().
 template <typename Scheduler>
 struct ClusterTiles {
     Queue& queue;
@@ -205,7 +205,7 @@ struct ClusterTiles {
         : queue(queue), rank(cluster_rank()), drawn(draws() ? draw_number(g.counter) : 0), turn(0), scheduler(g) {}
 
     // This block's tile of the next work tile. Numbers are drawn one work tile ahead: the atomic's latency overlaps
-    // with the loads of the current one. The last of all numbers resets the counter.
+    // with the loads of the current work tile. The last of all numbers resets the counter.
     __device__ __forceinline__ WorkItem next() {
         const WorkItem item = scheduler.find(receive(), rank);
         if (draws() && item.k_blocks) drawn = draw_number(scheduler.g.counter);
@@ -263,16 +263,16 @@ __device__ __forceinline__ void produce(Shared<P>& s, const CUtensorMap* a, cons
     }
 }
 
-// A block from start to end. consume(s) is the work of a consumer warp. HELPERS run help(s): they read the work tiles,
-// and fill stages too. in_epilogue is the tensor of the epilogue stages. Problem is Groups, or what else a Scheduler
-// takes.
+// A block from start to end. consume(s) is the work of a consumer warp. P::HELPERS helper warps run help(s): helpers
+// read the list of work tiles and fill stages. in_epilogue: the tensor that the epilogue stages load. Problem is
+// Groups, or another argument of the Scheduler.
 template <typename P, typename Scheduler = TileScheduler<P>, typename Problem, typename Consume, typename Help>
 __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
                                           const Problem& g, Consume consume, Help help,
                                           const CUtensorMap* in_epilogue = nullptr) {
-    // Barriers, each with the number of arrivals that ends a phase. A stage is filled by the producer and the helpers.
-    // It is released by the warps that read it in both blocks, as both may load into it. A work tile's slot is released
-    // by all warps that read it.
+    // Barriers, each with the number of arrivals that ends a phase. Producer and helpers fill a stage. The warps of
+    // both blocks that read a stage release it, because both blocks may load into it. All warps that read a work tile
+    // release its slot.
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared<P>& s = *(Shared<P>*)memory;
     if (threadIdx.x == 0) {
@@ -308,8 +308,8 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
 
 // --- The epilogue's stores ---
 
-// A warp stores its 16 rows through two buffers of its own, 16 x 128 bytes each. While TMA reads one, the warp fills
-// the other. TMA clips at the bounds of the output.
+// A warp stores its 16 rows through two buffers of its own, 16 x 128 bytes each. While TMA reads one buffer, the warp
+// fills the other. TMA clips at the bounds of the output.
 struct Writer {
     uint8_t (*buffer)[STORE_BYTES];
     int turn, lane;
@@ -331,7 +331,7 @@ struct Writer {
 template <typename Pair>
 __device__ __forceinline__ void put_pairs(uint8_t* to, int valid, int lane, Pair pair) {
     const uint32_t keep = lane / 4 < valid ? ~0u : 0, keep8 = lane / 4 + 8 < valid ? ~0u : 0;
-    // Lanes 0-7, 8-15 address rows 0-7 and 8-15 of 8 columns, lanes 16-31 those of the next 8.
+    // Lanes 0-7, 8-15 address rows 0-7 and 8-15 of 8 columns, lanes 16-31 the same rows of the next 8.
     const uint32_t at = shared_address(to) + lane % 16 * 128;
 #pragma unroll
     for (int j = 0; j < 8; j += 2)
@@ -339,7 +339,7 @@ __device__ __forceinline__ void put_pairs(uint8_t* to, int valid, int lane, Pair
                        pair(4 * j + 4) & keep, pair(4 * j + 6) & keep8);
 }
 
-// The accumulators themselves.
+// 64 columns as bf16, from the accumulators themselves.
 __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int lane, floatX*) {
     put_pairs(to, valid, lane, [&](int i) { return pack_bf16(d[i], d[i + 1]); });
 }
@@ -362,8 +362,8 @@ __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int 
 }
 
 // Stores the warp's 16 rows of N columns from n on, up to `columns`, 128 bytes wide at a time. For each buffer:
-// fill(buffer, i) fills it, from accumulator i on. The fence makes it visible to TMA. `send` starts the TMA store at
-// the given column.
+// fill(buffer, i) fills the buffer, from accumulator i on. A fence makes the buffer visible to TMA. send(buffer,
+// column) starts the TMA store at this column.
 template <typename Out, int N, typename Fill, typename Send>
 __device__ __forceinline__ void write_filled(Writer& w, int n, int columns, Fill fill, Send send) {
     constexpr int WIDTH = 128 / sizeof(Out);
@@ -378,7 +378,7 @@ __device__ __forceinline__ void write_filled(Writer& w, int n, int columns, Fill
     }
 }
 
-// The same from the accumulators d.
+// write_filled from the accumulators d.
 template <typename Out, int N, typename Send>
 __device__ __forceinline__ void write(Writer& w, const float* d, int n, int columns, int valid, Send send) {
     write_filled<Out, N>(
@@ -387,8 +387,8 @@ __device__ __forceinline__ void write(Writer& w, const float* d, int n, int colu
 
 // --- The host's side ---
 
-// TMA map of a matrix (rows, cols) in boxes 128 bytes wide. depth > 0: a 3D map of `depth` contiguous matrices. 0: a 2D
-// map of one.
+// TMA map of a matrix (rows, cols) in boxes 128 bytes wide. depth > 0: a 3D map of `depth` contiguous matrices. depth
+// 0: a 2D map of one matrix.
 template <typename T>
 CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, int box_rows, Ctx* ctx) {
     const int64_t size[3] = {cols, rows, depth}, stride[2] = {cols, rows * cols};

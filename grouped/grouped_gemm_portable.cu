@@ -1,8 +1,8 @@
 // Grouped GEMM on the tensor cores of any NVIDIA GPU since Ampere: one persistent kernel per pass over the ragged
-// buffer, no transposed copies. Its parts, from the smallest to the largest:
+// buffer, no transposed copies. The kernel's parts, from the smallest to the largest:
 //
 // mma.sync. The tensor cores multiply small matrices in the registers of a warp: d (16, 8) += a (16, 16) b (16, 8).
-// Each lane holds a few elements of each, its fragment (all are listed in device/mma.cuh):
+// Each lane holds a few elements of a, b and d, its fragments (all are listed in device/mma.cuh):
 //
 //             a: 16 x 16, four registers a lane     b: 16 x 8, two registers      d: 16 x 8, four floats
 //     row     columns 0 1  2 3  4 5  6 7  8 9 ..    column      rows 0 1  2 3 ..  row   columns 0 1  2 3  4 5  6 7
@@ -15,9 +15,9 @@
 // one matrix. Each lane gets two neighbours of a row (transposed: of a column), as mma.sync needs them. So operands
 // whose rows are the contraction (dgrad's W, both of wgrad) are multiplied without a transposed copy.
 //
-// A box is 64 rows or columns of an operand (M or N) times 32 of the contraction: 4 KB in shared memory. Its rows have
-// 64 bytes if the contraction runs along them, else 128. The swizzle XORs the index of a 16-byte vector with the row's
-// number. So the eight rows of a matrix are in different banks, and ldmatrix has no bank conflicts.
+// A box is 64 rows or columns of an operand (M or N) times 32 of the contraction: 4 KB in shared memory. A box's rows
+// have 64 bytes if the contraction runs along them, else 128. The swizzle XORs the index of a 16-byte vector with the
+// row's number. So the eight rows of a matrix are in different banks, and ldmatrix has no bank conflicts.
 //
 //     contraction along rows: two rows a line         rows are the contraction: one row a line, eight vectors
 //        row 0 | 0 1 2 3 | row 1 | 0 1 2 3 |              k 0 | 0 1 2 3 4 5 6 7 |
@@ -34,9 +34,9 @@
 //     stage         free           multiplied      arrived        in flight     begins, where i - 1 was
 //                                  step 0, step 1  step 0
 //
-// A k block is two steps of 16. Fragments are double buffered: while the tensor cores multiply those of one step,
-// ldmatrix loads those of the next into other registers. Each k block has one __syncthreads(). After it, the copies are
-// visible to all, and all have read the stage of the k block before. The ring continues from tile to tile: the next
+// A k block is two steps of 16. Fragments are double buffered: while the tensor cores multiply one step's fragments,
+// ldmatrix loads the next step's into other registers. Each k block has one __syncthreads(). After this barrier all
+// warps see the copies, and have read the stage of the k block before. The ring continues from tile to tile: the next
 // tile's first k blocks are prefetched during the last k blocks and the epilogue.
 //
 // Tiles come from the tile scheduler (grouped/tile_scheduler.cuh), which warp 0 runs one tile ahead. A block draws the

@@ -2,7 +2,7 @@
 // loads, words to another block, TMA stores to 3D tensors, and stmatrix.
 //
 // A cluster is a few blocks that run at the same time on neighbouring SMs. A block can address the shared memory of the
-// others (distributed shared memory): a `shared::cluster` address contains the block and the offset.
+// cluster's other blocks (distributed shared memory): a `shared::cluster` address contains the block and the offset.
 #pragma once
 
 #include "device/wgmma.cuh"
@@ -65,7 +65,7 @@ static __device__ __forceinline__ void tma_store(const CUtensorMap* map, const v
                  : "memory");
 }
 
-// The same, or a TMA reduction: adds the box to the tensor.
+// tma_store of three coordinates, or with `add` a TMA reduction: the box is added to the tensor.
 static __device__ __forceinline__ void tma_write(bool add, const CUtensorMap* map, const void* from, int x, int y,
                                                  int z) {
     if (add)

@@ -1,14 +1,14 @@
 // SwiGLU (grouped/experts.h) in the epilogues of the experts' grouped GEMMs, so that no kernel of its own reads h
 // again.
 //
-//   forward    The sums of a tile of W13 are h: half of its columns are the gate's, the other half the same of the up.
-//              Both are stored, and the activation of both.
+//   forward    The sums of a tile of W13 are h: half of the tile's columns are the gate's, the other half the
+//              same columns of the up. Gate, up and their activation are stored.
 //   backward   The sums of a tile of dgrad W2 are da'. Epilogue stages follow the k blocks in the ring of stages: the
 //              producer loads h there, 128 rows and 64 columns of gate and up each. The tile becomes dh and gate * a.
 //              The gate's gradient is a sum over the row: partial sums of 128 columns are stored, in a fixed order.
 //
-// The values are rounded to bf16 where the kernels of grouped/experts.cu read them. So h, a, dh and gate * a have the
-// same bits. A gate's gradient is summed in another order, so its last bits differ.
+// Values are rounded to bf16 where the kernels of grouped/experts.cu read bf16. So h, a, dh and gate * a have the same
+// bits as from those kernels. A gate's gradient is summed in another order, so its last bits differ.
 #pragma once
 
 #include "device/mma.cuh"
@@ -18,7 +18,7 @@
 
 namespace {
 
-// The epilogue's tensors. `out` is the output. With SwiGLU it is h or dh as (2, rows, F): gate and up.
+// The epilogue's tensors. `out` is the output; with SwiGLU `out` is h or dh as (2, rows, F): gate and up.
 struct Epilogue {
     CUtensorMap out, activation, h;  // activation: a, or gate * a; h: what backward reads
     const float* row_gate;

@@ -1,7 +1,7 @@
 // The ragged buffer on the GPU. permute_plan is a stable counting sort of the choices (layers/sort.cuh, three short
 // launches). The other kernels move rows in 16-byte vectors and are bound by memory:
 //
-//     permute_rows     K copies of each token, in an order that reads it from memory once
+//     permute_rows     K copies of each token, in an order that reads a token from memory once
 //     unpermute_rows   by token: K rows in, one row out, summed in float32 in the order of k
 #include "grouped/permute.h"
 #include "layers/rows.cuh"

@@ -70,15 +70,16 @@ void permute_rows(void* rows, const void* tokens, Ragged ragged, size_t row_byte
 
 //   tokens[n] = sum_k gate[n][k] * rows[token_row[n][k]]        tokens (N, C), rows (capacity, C), gate (N, K)
 //
-// The sum is in `real`, over the choices of local experts; gate NULL means 1. += with accumulate 1. This is combine in
-// the forward; without gates it is the backward of permute_rows. On the GPU C is a multiple of 8.
+// The sum is in `real`, over the choices of local experts; gate NULL means 1. += with accumulate 1. unpermute_rows is
+// combine in the forward, and without gates the backward of permute_rows. On the GPU C is a multiple of 8.
 void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged ragged, int64_t N, int32_t K,
                     int64_t C, int accumulate, Ctx* ctx);
 
 //   dgate[n][k] = sum_part drow_gate[token_row[n][k]][part]        dgate (N, K), drow_gate (capacity, parts)
 //
-// It is 0 where the choice's expert is not local. A row's gradient comes in parts if each tile of a GEMM's epilogue
-// writes its own (grouped_gemm_gate_parts).
+// dgate is 0 where the choice's expert is not local. A row's gradient comes in parts if each tile of a GEMM's epilogue
+// writes its own part (grouped_gemm_gate_parts).
 void unpermute_gates(real* dgate, const real* drow_gate, int32_t parts, Ragged ragged, int64_t N, int32_t K, Ctx* ctx);
 
+// Bytes of workspace that permute_plan needs (counts of the sort).
 size_t permute_workspace(int64_t N, int32_t K, int32_t El);

@@ -1,8 +1,8 @@
 // Tile scheduler of the grouped GEMMs: finds the work tile of a number, and in it the tile of each of two blocks.
 //
 // An expert's output is divided into base tiles of 128 x 128 (SQUARE_SIDE). A work tile belongs to two blocks, on
-// Hopper a cluster. It is usually a supertile of 2 x 2 base tiles, half of it for each block. Work tiles are numbered
-// expert after expert. The order within one output, here for bf16 with 7 rows and 5 columns of base tiles:
+// Hopper a cluster. A work tile is usually a supertile of 2 x 2 base tiles, half of it for each block. Work tiles are
+// numbered expert after expert. The order within one output, here for bf16 with 7 rows and 5 columns of base tiles:
 //
 //     +-------+-------+---+
 //     |       |       |   |   0..5  Supertiles. The order goes down a rasterization band of at most 8 supertiles, then
@@ -18,7 +18,7 @@
 //     +---------------+---+
 //
 // The two tiles of a work tile share one operand, which Hopper's blocks multicast (grouped/grouped_gemm_parts.cuh). A
-// kernel chooses how they lie in a supertile (Pass::SIDE_BY_SIDE):
+// kernel chooses the places of both tiles in a supertile (Pass::SIDE_BY_SIDE):
 //
 //     one above the other    128 x 256 each    shared: the columns of B
 //     side by side           256 x 128 each    shared: the rows of A
@@ -37,22 +37,22 @@
 
 namespace {
 
-// The differences between the GEMMs. Each multiplies A (M, K) by B (K, N) for every expert. A kernel derives a type for
-// each of its GEMMs, with BLOCK_K, the elements of the contraction in a k block.
+// The differences between the GEMMs. A GEMM multiplies A (M, K) by B (K, N) for every expert. A kernel derives a type
+// for each of its GEMMs, with BLOCK_K, the elements of the contraction in a k block.
 struct Pass {
     // For the scheduler.
     static constexpr bool SIDE_BY_SIDE = false;  // how a work tile's two tiles lie (above)
     static constexpr bool OVER_ROWS = false;     // the contraction runs over an expert's rows; all outputs are one size
     static constexpr bool ZERO_EMPTY = false;    // OVER_ROWS: writes zeros for experts without rows, unless it adds
 
-    // For the loads: in memory the operand's rows are the contraction. Else the contraction runs along the rows.
+    // For the loads. K_ROWS: the operand's rows in memory are the contraction, which else runs along the rows.
     static constexpr bool K_ROWS_A = false, K_ROWS_B = false;
     static constexpr bool GATHER_A = false, GATHER_B = false;  // the operand's rows are gathered by token
-    static constexpr bool GATE_UP = false;                     // B's columns are pairs of a gate's and an up's
+    static constexpr bool GATE_UP = false;                     // a tile's columns of B: half the gate's, half the up's
     static constexpr int EPILOGUE_STAGES = 0;                  // stages of a tile after its k blocks
     static constexpr int HELPERS = 0, HELPER_ARRIVALS = 0;     // more warps that fill a stage, and their arrivals
 
-    // In shared memory: stages, the boxes of one, and what else a kernel keeps there.
+    // In shared memory: stages, the boxes of a stage, and a kernel's own data.
     static constexpr int STAGES = 4, STAGE_BOXES = 6;
     struct Extra {};
 
@@ -66,8 +66,8 @@ enum { BAND = 8 };  // supertiles
 // Tile shapes: 128 x 256, 256 x 128 and 128 x 128 of the output.
 enum Shape { WIDE, TALL, SQUARE };
 
-// Problem sizes of a grouped GEMM. A size that is an expert's number of rows is not set here: M, or K if OVER_ROWS. K
-// if OVER_ROWS is the end of the ragged buffer. An expert without rows reads there, and gets zeros.
+// Problem sizes of a grouped GEMM. Each expert's number of rows takes the place of M, or of K if OVER_ROWS. With
+// ZERO_EMPTY, K is the end of the ragged buffer, where an expert without rows reads zeros.
 struct Groups {
     const int64_t* start;
     const int32_t* rows;
@@ -93,7 +93,7 @@ __device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
 __device__ __forceinline__ int broadcast(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 // The next number of a counter. (The compiler aggregates atomicAdd, or inc without a limit, over the lanes: one
-// request, and a shuffle of the result, which waits for it at once.)
+// request, and a shuffle that waits for the result at once.)
 __device__ __forceinline__ uint32_t draw_number(uint32_t* counter) {
     uint32_t number;
     asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "l"(counter) : "memory");
@@ -101,7 +101,8 @@ __device__ __forceinline__ uint32_t draw_number(uint32_t* counter) {
 }
 
 // OVER_ROWS: the cost of a tile grows with its expert's rows. Experts are sorted by rows, largest first, so that no
-// expensive tile starts last. All threads of a block call it, and then synchronize. (All blocks write the same order.)
+// expensive tile starts last. All threads of a block call sort_experts, and then synchronize. (Blocks write equal
+// orders.)
 template <typename P>
 __device__ __forceinline__ void sort_experts(const Groups& g) {
     if constexpr (P::OVER_ROWS)
@@ -112,13 +113,13 @@ __device__ __forceinline__ void sort_experts(const Groups& g) {
         }
 }
 
-// The tile scheduler, run by all lanes of a warp, after sort_experts. It holds a window of 32 experts, one in each
-// lane. The numbers only grow, so the window only moves forward.
+// The tile scheduler, run by all lanes of a warp, after sort_experts. The scheduler holds a window of 32 experts, one
+// in each lane. The numbers only grow, so the window only moves forward.
 template <typename P>
 struct TileScheduler {
     const Groups& g;
     int lane;
-    int M, wide, narrow;                      // rows; columns of two base tiles; 1 if one of one base tile follows
+    int M, wide, narrow;                      // rows; columns of two base tiles; 1 if a column of one base tile follows
     int common_a;                             // of the current work tile: 1: the blocks share A; 0: they share B
     int first, base;                          // the window's first expert; work tiles before it
     int expert, start, rows, squares_m, end;  // this lane's expert; its rows of base tiles; the end of its numbers
@@ -199,7 +200,7 @@ struct TileScheduler {
     }
 
    private:
-    // areas_of: supertiles in one column, for the given rows of base tiles. items_of: work tiles of that many rows of
+    // areas_of: supertiles in one column, for the given rows of base tiles. items_of: work tiles of `areas` rows of
     // supertiles: the supertiles themselves and the narrow last column.
     __device__ __forceinline__ int areas_of(int squares) const {
         return P::SIDE_BY_SIDE ? div_up(squares, 2) : squares / 2;
@@ -234,8 +235,8 @@ struct TileScheduler {
     }
 };
 
-// The problem sizes, with the counter of work tiles and workspace for the order of the experts. (Both belong to the
-// Ctx: grouped GEMMs of several Ctx may run at once.)
+// The problem sizes, with the counter of work tiles and workspace for the order of the experts. (Counter and workspace
+// belong to the Ctx: grouped GEMMs of several Ctx may run at once.)
 Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
     // Rows and columns are int32, as TMA coordinates are.
     ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX);
