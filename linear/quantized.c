@@ -1,6 +1,6 @@
 // Products in other formats than floatX. Values are rounded for floatX GEMMs. Packed MXFP8 has the GEMMs of
-// mx/grouped_gemm_mx.h, on Hopper and Blackwell; for linear_ all tokens are one group. A scale of x and dy is for 128
-// elements, one of W for a tile of 128 x 128: one quantization of W serves forward and dgrad.
+// mx/grouped_gemm_mx.h, on Hopper and Blackwell; for linear_ all tokens are one group. A scale is for 128 elements of x
+// or dy, or for a tile of 128 x 128 of W: one quantization of W serves forward and dgrad.
 #include "linear/quantized.h"
 
 #include <math.h>

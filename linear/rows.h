@@ -1,5 +1,5 @@
-// Rows: a matrix (count, columns) in floatX, or in a quantized format (mx/format.h). The format is a field of the
-// tensor. GEMMs, permutation and communication read it, so the code between them is the same for every precision.
+// Rows: a matrix (count, columns) in floatX, or in a quantized format (mx/format.h). GEMMs, permutation and
+// communication read the format from the tensor, so the code between them is the same for every precision.
 #pragma once
 
 #include "device/arena.h"
@@ -18,7 +18,7 @@ typedef struct Rows {
 } Rows;
 
 static inline int is_packed(Rows rows) { return rows.form >= ROWS_PACKED; }
-// Forms by row and by token take turns.
+// In RowsForm, forms by row and by token alternate.
 static inline int is_by_token(Rows rows) { return rows.form % 2; }
 static inline RowsForm rows_form(int packed, int by_token) { return (RowsForm)(2 * packed + by_token); }
 
@@ -27,7 +27,7 @@ static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t column
     return rows;
 }
 
-// The same rows, now packed in `format`.
+// `rows` after its bytes were packed in `format`.
 static inline Rows rows_packed(Rows rows, const Format* format) {
     rows.format = format;
     rows.form = ROWS_PACKED;
@@ -38,13 +38,13 @@ static inline Rows rows_packed(Rows rows, const Format* format) {
 void rows_plan(Arena* arena, const char* name, Rows* rows, int values, const Format* packed, int64_t count,
                int64_t columns);
 
-// x in `format` as GEMMs read it: x itself if it is so already, else in out's buffers. Values that each GEMM rounds for
-// itself (format_of_rows is NULL) are x itself too.
+// x in `format`, in the form that GEMMs read: x itself if x has format and form already, else in out's buffers. If each
+// GEMM rounds its own copy of values (format_of_rows is NULL), the result is x itself too.
 Rows rows_as(Rows out, Rows x, const Format* format, Ctx* ctx);
-// x packed in `format`, to be sent: x itself if the format is floatX, else in out's buffers.
+// x packed in `format`, to be sent: x itself if `format` is NULL, else in out's buffers.
 Rows rows_pack(Rows out, Rows x, const Format* format, Ctx* ctx);
 
-// The rows of the ragged buffer from their tokens, in the form of the tokens, in out's buffers. Pad rows are zeros.
+// Copies tokens into the rows of the ragged buffer (permute_rows), in the format of the tokens, in out's buffers.
 Rows rows_permute(Rows out, Rows tokens, Ragged ragged, Ctx* ctx);
-// The same for GEMMs in `format`: the tokens themselves where these gather their rows (grouped/grouped_gemm.h).
+// Rows for GEMMs in `format`: `tokens` itself if these GEMMs gather (grouped_gemm_gathers), else rows_permute.
 Rows rows_gathered(Rows out, Rows tokens, const Format* format, Ragged ragged, Ctx* ctx);
