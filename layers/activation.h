@@ -4,9 +4,9 @@
 //   a = silu(g) u = g s u   with s = sigmoid(g)
 //   da/du = silu(g) = g s,   da/dg = u s (1 + g (1 - s))
 //
-// One source for the dense MLP (layers/swiglu.h), the experts (grouped/experts.h) and the experts in
-// eight bits (mx/), on the CPU and on the GPU. So a recomputed activation is bit-identical to the first. Callers pass
-// s, because CPU and GPU compute it differently.
+// One source for the dense MLP (layers/swiglu.h), the experts (grouped/experts.h) and the experts in eight bits (mx/),
+// on the CPU and on the GPU. So backward's recomputed activation is bit-identical to forward's. Callers pass s, because
+// CPU and GPU compute the sigmoid differently.
 #pragma once
 
 #include "device/types.h"

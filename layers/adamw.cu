@@ -1,6 +1,6 @@
-// adamw_update processes up to 32 buffers per launch. It reads master, m, v and grad once and writes master, m, v and
-// weight once: 28 bytes a parameter, or 20 with bf16 moments; 2 less with a rounded gradient. Bound by memory. A thread
-// owns 8 elements, so that 8 loads of 16 bytes are in flight at once (6 with bf16 moments).
+// One launch updates up to 32 buffers. Each launch reads master, m, v and grad once and writes master, m, v and weight
+// once: 28 bytes a parameter, or 20 with bf16 moments; 2 less with a rounded gradient. Bound by memory. A thread owns 8
+// elements, so that 8 loads of 16 bytes are in flight at once (6 with bf16 moments).
 #include "layers/adamw.h"
 
 #include "layers/buffer_list.cuh"

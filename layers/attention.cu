@@ -7,7 +7,7 @@
 //   consumers    two warpgroups of 64 rows each: WGMMA, with scores, probabilities and accumulators in registers
 //   buffers      a ring between them: the producer loads the next tiles of the walk while the consumers multiply
 //
-// The scores of a head, in tiles of 128 x 128. Those above the diagonal are never computed:
+// The scores of a head, in tiles of 128 x 128. Tiles above the diagonal are never computed:
 //
 //         keys   0   1   2   3
 //   queries 0  | \ |   |   |   |

@@ -12,10 +12,10 @@
 //   lse               (B, H, T): ln sum_j exp(scale q k_j), kept for backward
 //   max_logit         (1): max(itself, attention logits); NULL: not computed
 //
-// It works in tiles with an online softmax (flash attention, Dao et al. 2022, arXiv 2205.14135): no T x T matrix
-// exists. k is never concatenated in memory: k_nope and v are read from the output of Wkvb, k_rope from the output of
-// Wkva. On the GPU (nope, rope, v) is (128, 64, 128), (64, 32, 64) or (32, 16, 32), and k_rope_stride is a multiple of
-// 8.
+// Both passes work in tiles with an online softmax (flash attention, Dao et al. 2022, arXiv 2205.14135): no T x T
+// matrix exists. k is never concatenated in memory: k_nope and v are read from the output of Wkvb, k_rope from the
+// output of Wkva. On the GPU (nope, rope, v) is (128, 64, 128), (64, 32, 64) or (32, 16, 32), and k_rope_stride is a
+// multiple of 8.
 #pragma once
 
 #include "device/device.h"

@@ -1,13 +1,13 @@
-// Backward of layers/attention.cu, four kernels in a row. The first and the last are those of every GPU, and are here:
+// Backward of layers/attention.cu, four kernels in a row. The delta and sum kernels, for every GPU, are in this file:
 //
 //   attention_delta_kernel         delta and lse, as initial accumulators
 //   attention_backward_dq_kernel   dq (attention_backward_dq.cuh): a block owns queries
 //   attention_backward_dkv_kernel  dk, dv (attention_backward_dkv.cuh): a block owns keys
 //   attention_sum_rope_kernel      dk_rope, the sum over the heads
 //
-// In the two large kernels a block owns 128 rows, 64 for each consumer warpgroup. Their gradients stay in registers.
-// They are bound by the tensor cores: 4096 and 5120 clocks for 128 x 128 scores. The two small kernels are bound by
-// memory.
+// In the dq and dkv kernels a block owns 128 rows, 64 for each consumer warpgroup. The rows' gradients stay in
+// registers. The dq and dkv kernels are bound by the tensor cores: 4096 and 5120 clocks for 128 x 128 scores. The delta
+// and sum kernels are bound by memory.
 #pragma once
 
 #include "layers/attention_parts.cuh"
@@ -93,7 +93,7 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
     store(dk_rope + token * stride + column, sum);
 }
 
-// Queues the first kernel. Returns its results.
+// Queues the delta kernel. Returns the workspace, which gets delta and lse.
 template <int D>
 Workspace begin_backward(const floatX* dout, const floatX* out, const real* lse, AttnShape s, Ctx* ctx) {
     const Workspace w = workspace_of(s, ctx_workspace<char>(ctx, (int64_t)attention_workspace(s)));
@@ -104,7 +104,7 @@ Workspace begin_backward(const floatX* dout, const floatX* out, const real* lse,
     return w;
 }
 
-// Queues the last kernel.
+// Queues the sum kernel.
 template <int D>
 void sum_rope(floatX* dk_rope, Workspace w, AttnShape s, Ctx* ctx) {
     launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,

@@ -9,8 +9,8 @@
 //   tensor cores   | S^T |       | dP^T | dv += P^T dout | dk += dS^T q |    next tile -->
 //   P and dS             | P^T   |      | dS^T           |
 //
-// The GEMMs of the other warpgroup fill the gaps. A query is a column: its lse and delta are loaded with its tile. They
-// are initial accumulators, so P and dS need no subtraction.
+// The GEMMs of the other warpgroup fill the gaps. A query is a column: its lse and delta are loaded with its tile. lse
+// and delta are initial accumulators, so P and dS need no subtraction.
 #pragma once
 
 namespace {
@@ -26,7 +26,7 @@ struct KeysShared {
     floatX dout[DK_STAGES][2][DK_QUERIES][D];
     float lse[DK_STAGES][DK_QUERIES];  // as attention_delta_kernel writes them
     float delta[DK_STAGES][DK_QUERIES];
-    Ring<DK_STAGES, true> ring;  // each thread releases it, because each reads lse and delta
+    Ring<DK_STAGES, true> ring;  // each thread releases a stage, because each reads lse and delta
     Work work;
 };
 
@@ -126,9 +126,9 @@ __device__ __forceinline__ void step_over_queries(KeysShared<D>& sh, DkvState<D>
 template <int D>
 __device__ __forceinline__ void accumulate_dkv(KeysShared<D>& sh, DkvState<D>& c, Consumer me, int k0, int ends) {
     int m = k0 / DK_QUERIES + me.group;
-    if (me.group == 1) sh.ring.skip(c.q_use++);  // the first queries all come before its keys
+    if (me.group == 1) sh.ring.skip(c.q_use++);  // the first tile of queries comes before this group's keys
 
-    // The tile on this group's diagonal, then those after it. No tile if all of its keys are beyond T.
+    // The tile on this group's diagonal, then the tiles after it. No tile if all keys of the group are beyond T.
     if (m++ < ends) step_over_queries<true>(sh, c, me);
     for (; m < ends; m++) step_over_queries<false>(sh, c, me);
 }

@@ -3,8 +3,8 @@
 //
 //   for each tile of keys:  S = q k^T,  P = exp(scale S - lse),  dP = dout v^T,  dS = P (dP - delta),  dq += dS k
 //
-// The last GEMM runs one tile late, so that the tensor cores have work while P is computed. A consumer warpgroup, with
-// the number of the tile:
+// dq += dS k runs one tile late, so that the tensor cores have work while P is computed. A consumer warpgroup, with the
+// number of the tile:
 //
 //   tensor cores   | S1 | dq += dS0 k0 | dP1 |       | S2 | dq += dS1 k1 | dP2 |       | ..    time -->
 //   P and dS            | P1           |     | dS1   |    | P2           |     | dS2   |
@@ -135,7 +135,7 @@ __device__ __forceinline__ void accumulate_dq(QueriesShared<D>& sh, DqState<D>& 
         sh.k_ring.skip(c.kv_use);
     }
 
-    // The first tile, then tiles that the diagonal crosses, then those before it.
+    // The first tile, then tiles that the diagonal crosses, then tiles before the diagonal.
     step_over_keys<true, true>(sh, c, me, q0, n);
     for (n--; n >= 0 && n * DQ_KEYS + DQ_KEYS > q0 + me.group * 64 + 1; n--)
         step_over_keys<false, true>(sh, c, me, q0, n);

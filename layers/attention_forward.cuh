@@ -9,8 +9,8 @@
 //   warpgroup 0   | S1, P0 v0 |  softmax 1  | S2, P1 v1 |  softmax 2  | S3, P2 v2 | ..           time -->
 //   warpgroup 1               | S1, P0 v0 |  softmax 1  | S2, P1 v1 |  softmax 2  | S3, P2 v2 | ..
 //
-// So the GEMMs of one overlap the softmax of the other, and a softmax starts as soon as its scores are complete. The
-// tensor cores bound it: 2560 clocks for 128 x 128 scores, while exp2 takes about 1100.
+// So the GEMMs of one warpgroup overlap the softmax of the other, and a softmax starts as soon as its scores are
+// complete. The tensor cores bound forward: 2560 clocks for 128 x 128 scores, while exp2 takes about 1100.
 #pragma once
 
 namespace {
@@ -192,7 +192,7 @@ __device__ __forceinline__ void consume(ForwardShared<D>& sh, Consumer me, float
         for (int n = tile - 1; n >= 0; n--) step_before_diagonal(sh, c, me);
         sh.work.ring.release(use);  // q is read
 
-        // The last tile: o += P v.
+        // The last tile of keys: o += P v.
         sh.v_ring.wait_full(c.v_use);
         multiply_add_and_wait<D, 2 * D, TILE>(c.o, c.p, in_buffer(c.v, sh.v, c.v_use));
         sh.v_ring.release(c.v_use++);

@@ -1,4 +1,4 @@
-// Common parts of the attention kernels: of Hopper's (attention.cu), and of those of every GPU (attention_portable.cu).
+// Common parts of the attention kernels for Hopper (attention.cu) and for every GPU (attention_portable.cu).
 #pragma once
 
 #include "device/mma.cuh"
@@ -61,7 +61,7 @@ __device__ __forceinline__ void start_columns(float (&d)[N], const float* column
 }
 
 // Stores the first COLUMNS columns of an accumulator, times `times`, as a row in memory. Half 0 is row l / 4, half 1 is
-// row l / 4 + 8. Neighbouring lanes exchange values, so that each writes 8 bytes and four of them one sector.
+// row l / 4 + 8. Neighbouring lanes exchange values, so that each lane writes 8 bytes, and four lanes one sector.
 template <int COLUMNS, int N>
 __device__ __forceinline__ void store_row(floatX* row, const float (&d)[N], int half, float times, bool inside) {
     // A lane holds two neighbouring columns of each 8. A pair of lanes exchanges halves of 16 columns.

@@ -2,7 +2,7 @@
 // parts that both directions share. Backward is in attention_portable_backward.cuh. Chunks, tiles and the order of work
 // are those of attention.cu.
 //
-// Tensor cores. One mma instruction of a warp (mma_bf16) is d (16 x 8) += a (16 x 16) b (16 x 8). All three are
+// Tensor cores. One mma instruction of a warp (mma_bf16) is d (16 x 8) += a (16 x 16) b (16 x 8). a, b and d are
 // fragments in registers, spread over the lanes. In 8 x 8 elements every lane has two neighbours of a row:
 //
 //     column   0, 1     2, 3     4, 5     6, 7
@@ -17,8 +17,8 @@
 // neighbouring lanes, a quad: its maximum takes two shuffles.
 //
 // Operand loads. ldmatrix_x4 loads four such 8 x 8 matrices from shared memory; each lane addresses one row of 16
-// bytes. From a tile whose rows run along the contraction (q and k in q k^T) it makes an a, or the b's of 16 rows. A
-// tile whose rows are the contraction (v in P v) is loaded transposed: 32 rows of 8 columns are the b's of two mma.
+// bytes. From a tile with rows along the contraction (q and k in q k^T) ldmatrix_x4 makes an a, or the b's of 16 rows.
+// A tile whose rows are the contraction (v in P v) is loaded transposed: 32 rows of 8 columns are the b's of two mma.
 //
 // Bank conflicts. Shared memory delivers 128 bytes a clock if they are in different banks, and banks repeat every 128
 // bytes. The 8 rows of a matrix are below each other, so the 16-byte vectors of a chunk are swizzled:
@@ -28,13 +28,13 @@
 // From one ldmatrix to the next a lane's row moves by multiples of 8 and its vector by constants. So its address is one
 // number per lane, XORed with and added to constants.
 //
-// Loads from global memory. cp.async copies asynchronously into two buffers, one of keys and one of values. Each is
-// refilled as soon as its last GEMM is done:
+// Loads from global memory. cp.async copies asynchronously into two buffers, one of keys and one of values. A buffer is
+// refilled as soon as the last GEMM that reads it is done:
 //
 //   all warps   | S = q k^T of tile n | online softmax, o += P v of tile n | S = q k^T of tile n + 1 |    time -->
 //   cp.async    | values of tile n    | keys of tile n + 1                 | values of tile n + 1    |
 //
-// Where shared memory is large enough for two blocks per SM, each hides the latency of the other.
+// Where shared memory is large enough for two blocks per SM, each block hides the latency of the other.
 //
 // Sizes. A block is 4 warps with 32 rows each: every b fragment is used for two a's, which halves the shared-memory
 // traffic. Shared memory and tensor cores are then about equally busy. A block takes at most 99 KB, the limit of

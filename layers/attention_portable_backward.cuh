@@ -1,11 +1,11 @@
-// Backward on every NVIDIA GPU since Ampere; attention_portable.cu explains the instructions. Four kernels in a row,
-// as on Hopper (attention_backward.cuh): delta and lse; dq; dk and dv; dk_rope over the heads. The first and the last
-// are the same kernels as on Hopper.
+// Backward on every NVIDIA GPU since Ampere; attention_portable.cu explains the instructions. Four kernels in a row, as
+// on Hopper (attention_backward.cuh): delta and lse; dq; dk and dv; dk_rope over the heads. attention_delta_kernel and
+// attention_sum_rope_kernel are the same on Hopper.
 //
-// Tiles are 64 queries by 64 keys. The four warps of a block work in pairs, and a pair owns 32 rows. Each of its warps
-// computes 32 columns of scores, P and dS, and accumulates the gradients of every other 8 columns of the 32 rows. So
-// each needs the other's P and dS as left operands: these are exchanged as fragments through shared memory, register by
-// register. A warp multiplies its own fragments while the other's arrive.
+// Tiles are 64 queries by 64 keys. The four warps of a block work in pairs, and a pair owns 32 rows. Each warp of a
+// pair computes 32 columns of scores, P and dS, and accumulates gradients: every other 8 columns of the 32 rows. So a
+// warp needs the other warp's P and dS as left operands: the pair exchanges fragments through shared memory, register
+// by register. A warp multiplies its own fragments while the other warp's arrive.
 //
 //   scores of a tile       columns 0 .. 31   32 .. 63        gradients of the rows
 //     rows  0 .. 31      |     warp 0      |  warp 1  |      warp 0: columns 0 .. 7, 16 .. 23, ..
@@ -37,7 +37,7 @@ __device__ __forceinline__ void get_fragments(uint32_t (&a)[2][2][4], const Frag
     for (int i = 0; i < 4; i++) memcpy(a[i / 2][i % 2], &from[i / 2][i % 2][threadIdx.x % 32], sizeof(uint4));
 }
 
-// Barrier of the two warps of a pair. With a barrier number unknown to the compiler, it would reserve all 16.
+// Barrier of the two warps of a pair. If the compiler did not know the number, it would reserve all 16 barriers.
 __device__ __forceinline__ void pair_sync(int pair) {
     if (pair == 0)
         named_sync(1, 64);

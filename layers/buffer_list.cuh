@@ -57,7 +57,7 @@ static __device__ __forceinline__ void store_masters(floatX* weight, Master* mas
     *(uint4*)master = make_uint4(lows[0], lows[1], lows[2], lows[3]);
 }
 
-// Launches kernel(list, arguments...) for all buffers. Their lengths are multiples of 8.
+// Launches kernel(list, arguments...) for all buffers, whose lengths are multiples of 8.
 template <typename Buffer, typename... Parameters, typename... Arguments>
 static inline void launch_list(void (*kernel)(BufferList<Buffer>, Parameters...), const Buffer* buffers, int count,
                                Ctx* ctx, Arguments... arguments) {

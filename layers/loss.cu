@@ -3,8 +3,8 @@
 //   1. online softmax: of each thread's vectors, then over the warps and the block
 //   2. the gradient over the logits, from the end of the row back: the vectors that were read last are in the caches
 //
-// Padding is -inf in registers. A logit costs 5 instructions in either pass. One of them is ex2.approx (2^-22). Sums
-// are in float32, in a fixed order.
+// Padding is -inf in registers. A logit costs 5 instructions in either pass, ex2.approx (2^-22) among them. Sums are in
+// float32, in a fixed order.
 #include "layers/loss.h"
 #include "layers/rows.cuh"
 

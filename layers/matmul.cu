@@ -1,6 +1,6 @@
 // Dense GEMMs by cuBLASLt: bf16 inputs, float32 accumulation, bf16 output (float32 for forward_real and wgrad). Bound
-// by the tensor cores at the model's sizes. The library reaches about 80 % of their dense peak there, so there is no
-// kernel of our own.
+// by the tensor cores at the model's sizes. At these sizes the library reaches about 80 % of the tensor cores' dense
+// peak, so there is no kernel of our own.
 #include "layers/matmul.h"
 
 #include "device/lt.cuh"

@@ -1,5 +1,5 @@
-// Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon): orthogonalized momentum for matrices. This is the
-// variant of Moonlight (arXiv 2502.16982, section 2.2). Its updates have the size of AdamW's, so it uses AdamW's
+// Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon): orthogonalized momentum for matrices, in the variant
+// of Moonlight (arXiv 2502.16982, section 2.2). Moonlight's updates have the size of AdamW's, so Muon uses AdamW's
 // learning rates and weight decay. For each matrix (rows, columns):
 //
 //   m = MUON_MOMENTUM m + g,   u = g + MUON_MOMENTUM m           muon_momentum; Nesterov, g = grad_scale * grad
@@ -8,11 +8,11 @@
 //   X = 0.2 sqrt(max(rows, columns)) X
 //   w = w - lr (X + weight_decay w)                              muon_update
 //
-// For experts the lines after the first may wait for every Nth step, with N lr in the place of lr
+// For experts, muon_orthogonalize and muon_update may run in every Nth step only, with N lr for lr
 // (--muon-expert-steps).
 //
-// The iteration moves all singular values of X close to 1: those from 0.01 on to 0.68 .. 1.14. A singular value of 0
-// stays 0. An expert without tokens has g = 0: its momentum shrinks by MUON_MOMENTUM per step, and its update keeps its
+// Newton-Schulz moves singular values of X close to 1: values from 0.01 on to 0.68 .. 1.14. A singular value of 0 stays
+// 0. An expert without tokens has g = 0: its momentum shrinks by MUON_MOMENTUM per step, and its update keeps its
 // direction and size. A matrix of zeros has the update 0.
 //
 // GEMMs are bf16 with float32 accumulation in the CUDA build, and real on the CPU. Workspace: at most
@@ -21,7 +21,7 @@
 
 #include "layers/step.h"
 
-#define MUON_MOMENTUM 0.95f  // K. Jordan's
+#define MUON_MOMENTUM 0.95f  // as in K. Jordan's code
 enum { MUON_STEPS = 5 };
 #define MUON_EPS 1e-7
 #define MUON_A 3.4445

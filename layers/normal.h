@@ -1,8 +1,8 @@
 // The inverse of the normal distribution function, in double: AS 241, routine PPND16 (Wichura 1988).
 //
 // The CPU and the GPU give the same bits. IEEE 754 rounds sums, products, quotients and square roots correctly.
-// Libraries' logarithms differ, so this file has its own of these operations. Its users are compiled without fused
-// multiply-adds.
+// Libraries' logarithms differ, so natural_log has these operations only. Files that include normal.h are compiled
+// without fused multiply-adds.
 #pragma once
 
 #include <math.h>
@@ -23,7 +23,7 @@ static inline BOTH_SIDES double polynomial(const double* c, double x) {
 //   x = m 2^e,  sqrt(1/2) <= m < sqrt(2)
 //   ln m = 2 (s + s^3 / 3 + s^5 / 5 + ...),  s = (m - 1) / (m + 1)
 //
-// |s| is below 0.172. So the terms after the eighth are below 4e-14 of the first.
+// |s| is below 0.172. So the terms after the eighth are below 4e-14 of the first term.
 static inline BOTH_SIDES double natural_log(double x) {
     const double terms[8] = {2.0, 2.0 / 3, 2.0 / 5, 2.0 / 7, 2.0 / 9, 2.0 / 11, 2.0 / 13, 2.0 / 15};
     const int64_t root_of_half = 0x3fe6a09e667f3bcd;

@@ -5,8 +5,9 @@
 // is a block; four teams of one warp share a block.
 //
 // Backward: a persistent kernel with one block per SM (two for narrow rows). A block has 16 warps, divided into teams
-// that walk the rows. While a team computes one row, its threads load their vectors of the next into registers. That is
-// enough in flight, and more rows at once would only scatter the accesses over more pages of DRAM.
+// that walk the rows. While a team computes one row, its threads load their vectors of the next into registers. The
+// loads of one row ahead are enough in flight: more rows at once would only scatter the accesses over more pages of
+// DRAM.
 //
 // Each thread keeps its sums of dw in registers. The sums of the blocks go to the workspace, and a second launch adds
 // them in a fixed order. No atomics, so the bits do not depend on timing.

@@ -7,8 +7,8 @@
 //   rstd           (N), kept for backward
 //
 // Rows of x and dx are `stride` elements apart (>= C), so that a norm can read a part of a wider tensor (MLA's latent).
-// Other rows are contiguous. Statistics and sums are in real. On the GPU C and stride are multiples of 8, and C is at
-// most 16384. Backward takes C > 8192 where a thread block can have 192 KB of shared memory (H100, B200).
+// Rows of other tensors are contiguous. Statistics and sums are in real. On the GPU C and stride are multiples of 8,
+// and C is at most 16384. Backward takes C > 8192 where a thread block can have 192 KB of shared memory (H100, B200).
 #pragma once
 
 #include "device/device.h"
@@ -16,8 +16,7 @@
 void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, double eps, int64_t N,
                      int64_t C, Ctx* ctx);
 
-// Fused residual add and norm: sum = a + b (rounded to floatX), then y = rmsnorm(sum). All three are (N, C). sum may be
-// a.
+// Fused residual add and norm: sum = a + b (rounded to floatX), y = rmsnorm(sum), all (N, C). sum may be a.
 void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, const floatX* w,
                               double eps, int64_t N, int64_t C, Ctx* ctx);
 

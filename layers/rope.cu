@@ -1,8 +1,8 @@
 // Rotary embedding in place: bound by memory (each element is read and written once). A thread owns 4 pairs of a token
-// (one 16-byte vector) and rotates them in 4 heads by the same angles. All its loads are issued before the first store.
-// The grid walks memory in order, heads before tokens. The table (T x D floats) stays in L2. Rotations are in float32
-// and rounded once. At model sizes the kernel takes 20 us or less. So it uses PDL: it starts while the preceding kernel
-// drains, and lets the next kernel do the same.
+// (one 16-byte vector) and rotates them in 4 heads by the same angles. All loads of a thread are issued before its
+// first store. The grid walks memory in order, heads before tokens. The table (T x D floats) stays in L2. Rotations are
+// in float32 and rounded once. At model sizes the kernel takes 20 us or less, so PDL matters: the kernel starts while
+// the preceding kernel drains, and lets the next kernel do the same.
 #include "layers/rope.h"
 #include "layers/rows.cuh"
 

@@ -6,16 +6,16 @@
 //   f_i = g_i                                      plain
 //   f_i = (1 - r_i) g_i + r_i g_i / factor         YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2)
 //
-// YaRN leaves fast pairs unchanged (r_i = 0) and interpolates slow pairs (r_i = 1). Its ramp is linear in the pair i,
-// as in the code of YaRN and DeepSeek (in the paper it is linear in the rotations):
+// YaRN leaves fast pairs unchanged (r_i = 0) and interpolates slow pairs (r_i = 1). YaRN's ramp is linear in the pair
+// i, as in the code of YaRN and DeepSeek (in the paper it is linear in the rotations):
 //
 //   r_i     = clamp((i - low) / (high - low), 0, 1)
 //   low     = max(floor(d(beta_fast)), 0),         beta_fast = 32
 //   high    = min(ceil(d(beta_slow)), D - 1),      beta_slow = 1
 //   d(beta) = D ln(original_len / (2 pi beta)) / (2 ln theta)
 //
-// d(beta) is the pair that makes beta rotations over the original length. If low and high are equal, 0.001 replaces
-// high - low. high < low is not corrected. Both are as in DeepSeek's code.
+// d(beta) is the pair that makes beta rotations over the original length. As in DeepSeek's code, high - low becomes
+// 0.001 if low and high are equal, and high < low is not corrected.
 #pragma once
 
 #include "device/device.h"
@@ -38,9 +38,9 @@ double rope_mscale(const RopeConfig* config);
 // host_table (T, D/2, 2): host_table[t][i] = (cos(t f_i), sin(t f_i)), computed in double, for upload to the device.
 void rope_table(real* host_table, int64_t T, const RopeConfig* config);
 
-// Rotates two tensors in place (queries and keys) of the same number of tokens. Each has `heads` vectors of length D
-// per token. Vector h of token n is at x + n * stride + h * head_stride. Direction +1 is forward, -1 the inverse
-// rotation, which is backward. On the GPU D and both strides are multiples of 8.
+// Rotates two tensors in place (queries and keys) of the same number of tokens. Each tensor has `heads` vectors of
+// length D per token. Vector h of token n is at x + n * stride + h * head_stride. Direction +1 is forward, -1 the
+// inverse rotation, which is backward. On the GPU D and both strides are multiples of 8.
 typedef struct RopeShape {
     int64_t N, T;         // tokens, tokens of a sequence (token n has position n % T)
     int64_t heads, D;     // vectors a token, length of each

@@ -7,7 +7,8 @@
 //                  (__match_any_sync), passed to `emit`
 //
 // `key(i)` returns the bin of element i; a negative bin drops the element. `emit(i, place)` is called for every
-// element, with place -1 if it is dropped. Bins start at multiples of `align`. Bound by latency: three short launches.
+// element, with place -1 if the element is dropped. Each block of sort_scatter ends with emit.finish(start, totals,
+// bins): the bins' first places and counts. Bins start at multiples of `align`. Bound by latency.
 #pragma once
 
 #include "device/cuda.cuh"

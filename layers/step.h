@@ -3,7 +3,7 @@
 //
 //   step_begin -> (loss_add per micro-step) -> grad_norm_add per buffer -> step_decide -> the optimizers' updates
 //
-// If the loss or the gradient norm is not finite (ok = 0), weights and moments stay unchanged. The same holds if the
+// If the loss or the gradient norm is not finite (ok = 0), weights and moments stay unchanged. Also, ok is 0 if the
 // square of the norm, after clipping, overflows float32: second moments would become infinite, and their weights would
 // never move again.
 #pragma once
@@ -16,7 +16,7 @@
 // sums them.
 typedef struct StepState {
     double loss_sum;       // sum of token losses so far, nats
-    double mtp_sum;        // the same of the MTP module (multi-token prediction, model/model.h)
+    double mtp_sum;        // loss_sum of the MTP module (multi-token prediction, model/model.h)
     double grad_sq;        // sum of squares of the gradient so far
     double stop;           // not 0: a rank received a request to stop
     double loss;           // loss_sum / tokens, set by step_decide
@@ -26,7 +26,7 @@ typedef struct StepState {
     double correction2;    // 1 - beta2^updates
     int64_t updates;       // updates applied so far, this one included; saved in checkpoints
     int32_t ok;            // 1: the loss is finite, and the square of the clipped gradient norm is in float32
-    int32_t bad_in_a_row;  // steps in a row that were not
+    int32_t bad_in_a_row;  // steps in a row with ok = 0
     real max_logit;        // largest attention logit of the step, of all layers
 } StepState;
 enum { STEP_SUMS = 4 };  // doubles from loss_sum on that are summed over the ranks
@@ -35,9 +35,9 @@ typedef struct AdamW AdamW;  // layers/adamw.h
 
 void step_begin(StepState* state, Ctx* ctx);                        // sets the sums to 0
 void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx);  // sum += sum_n loss[n]
-// grad_sq += sum_i grad[i]^2, or of `rounded` in its place; the other one is NULL.
+// grad_sq += sum_i grad[i]^2, or sum_i rounded[i]^2; one of grad and rounded is NULL.
 void grad_norm_add(StepState* state, const real* grad, const floatX* rounded, int64_t n, Ctx* ctx);
-// Sets the rest of StepState. From opt: the largest norm, and the betas of the corrections.
+// Sets loss .. bad_in_a_row from the sums over `tokens` tokens; opt has the largest norm, and the corrections' betas.
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx);
 
 // Bytes of workspace for loss_add and grad_norm_add (partial sums).
