@@ -22,8 +22,8 @@
 #include "parallel/watch.h"
 #include "pretrained/outputs.h"
 
-// The signal that asked this rank to stop. It is answered at once, because a validation may take minutes; stdout is
-// rank 0's alone.
+// The signal that asked this rank to stop. A signal is answered at once, because a validation may take minutes; stdout
+// is rank 0's alone.
 static volatile sig_atomic_t stop_asked = 0;
 static void ask_stop(int signal_number) {
     static const char answer[] = "stopping after this step and what is measured with it\n";
@@ -34,7 +34,7 @@ static void ask_stop(int signal_number) {
 
 // A full disk or quota becomes an error of write(2), with a message. A closed pipe does not stop the run. The other
 // signals ask the run to save and stop; Slurm sends SIGUSR1 some time before a job's end (--signal). A signal that was
-// ignored at the start stays so: SIGHUP after nohup, SIGINT in a script's background job.
+// ignored at the start stays ignored: SIGHUP after nohup, SIGINT in a script's background job.
 static void catch_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
     signal(SIGPIPE, SIG_IGN);
@@ -47,7 +47,7 @@ static void catch_signals(void) {
 static void train(const Settings* s, const Sources* sources, Outputs* outputs, Model* m, int64_t saved) {
     int stop = 0;
     for (int64_t step = saved + 1; step <= s->run.steps && !stop; step++) {
-        // The device gets this step, and the host waits for the results of the one before.
+        // The device gets this step, and the host waits for the results of the step before.
         model_gradient(m, sources->loader, step);
         model_update(m, stop_asked != 0);
         stop = outputs_step(outputs, step);
@@ -67,7 +67,7 @@ static void run(Ranks* world, const Settings* s, bool resumes) {
     if (trains) report_settings(s);
     Sources sources = sources_open(world, s, resumes);
 
-    // Memory that does not suffice and a folder that cannot be used end the run before it takes anything.
+    // Too little memory, or a folder that cannot be used, ends the run before the run allocates or writes anything.
     device_choose(ranks_local());
     memory_check(s, world);
     Outputs* outputs = trains ? outputs_open(world, s, version_text()) : NULL;
@@ -84,7 +84,7 @@ static void run(Ranks* world, const Settings* s, bool resumes) {
     sources_close(&sources);
 }
 
-// --timeout, before the options are parsed: the ranks report errors in these together, and must be connected for that.
+// --timeout, before the options are parsed: ranks report errors in options together, and must be connected first.
 static double time_limit(int argc, char** argv) {
     Settings usual = settings_parse(0, NULL);
     double seconds = 0;
@@ -97,7 +97,7 @@ static double time_limit(int argc, char** argv) {
     return seconds;
 }
 
-// Connects the ranks. Their start is timed, by an alarm until the watchdog begins.
+// Connects the ranks. An alarm limits the time of the ranks' start, until the watchdog begins.
 static Ranks* connect_ranks(int* argc, char*** argv) {
     // A file must not get the number of a closed standard stream, or the program's output would go into it.
     for (int fd = 0; fd <= 2; fd++)
@@ -111,8 +111,8 @@ static Ranks* connect_ranks(int* argc, char*** argv) {
     watch_alarm(ranks_count(world) > 1 ? limit : 0,
                 "the ranks do not agree on a checkpoint of --out: rank 0 reads its manifest, and all wait for it; one "
                 "is stopped, or its machine, network or file system hangs");
-    // All shards stay open, and a large set has more files than the usual soft limit (1024) allows. Not before MPI: a
-    // process that it starts may close every number up to the limit.
+    // All shards stay open, and a large set has more files than the usual soft limit (1024) allows. The limit rises
+    // after MPI's start, because a process that MPI starts may close every number up to the limit.
     struct rlimit files;
     if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
         files.rlim_cur = files.rlim_max;
@@ -138,8 +138,8 @@ int main(int argc, char** argv) {
     else if (!s.help)
         puts(version_text());
 
-    // Lost output is an error here; a training run with --out has its log. An earlier flush may have lost it: then this
-    // one succeeds, and its errno is gone.
+    // Lost output is an error here; a training run with --out has its log. An earlier flush may have lost output: then
+    // this flush succeeds, and the earlier errno is gone.
     const char* lost = fflush(stdout) != 0 ? strerror(errno) : ferror(stdout) ? "a full disk or a closed pipe" : NULL;
     if (lost && !(runs && !s.run.frozen && *s.out)) die(EXIT_FAILED, "cannot write the output: %s", lost);
 
