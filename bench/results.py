@@ -24,6 +24,7 @@ a page is not up to date.
 import argparse
 import decimal
 import json
+import os
 import pathlib
 import re
 import sys
@@ -56,6 +57,10 @@ def yardstick_of(line, what=True):
     return show(line["yardstick"]["value"]) + f": {line['yardstick']['what']}" * what if line["yardstick"] else ""
 
 
+def place(line):
+    return ", ".join(filter(None, (line["card"], line["date"])))
+
+
 def anchor(section):
     return re.sub(r"[^\w\- ]", "", section.lower()).replace(" ", "-")
 
@@ -64,32 +69,40 @@ def cells(*values):
     return "| " + " | ".join(values) + " |"
 
 
-def table(lines):
-    """A row for each label and run, a column for each metric and for its yardstick; below are the runs by number."""
-    def run_of(line):
-        return ", ".join(filter(None, (line["card"], line["date"]))) + f": `{line['command']}`"
+def shared(texts):
+    """The commands' text with "..." where they differ, then what each has there. An option stays with its value."""
+    texts = [re.findall(r";|--[\w-]+ [^\s;-][^\s;]*|[^\s;]+", text) for text in texts]
+    begin = os.path.commonprefix(texts)
+    rests = [text[len(begin):] for text in texts]
+    end = os.path.commonprefix([rest[::-1] for rest in rests])[::-1]
+    rests = [rest[:len(rest) - len(end)] for rest in rests]
+    return [" ".join(words).replace(" ;", ";") for words in (begin + ["..."] * any(rests) + end, *rests)]
 
-    runs = list(dict.fromkeys(map(run_of, lines)))
-    rows = {}
+
+def table(lines):
+    """The line of what the runs share; a row for each label and run, a column for each metric, for its yardstick and for the run."""
+    rows, columns = {}, {}  # the lines of a label and run, a metric's yardsticks
     for line in lines:
-        rows.setdefault((line["label"], run_of(line)), {})[line["metric"]] = line
-    columns = {}  # a metric's yardsticks
-    for line in lines:
+        rows.setdefault((line["label"], place(line), line["command"]), {})[line["metric"]] = line
         columns.setdefault(line["metric"], {}).update({line["yardstick"]["what"]: None} if line["yardstick"] else {})
+    command, *rests = shared([command for _, _, command in rows])
+    places = {where for _, where, _ in rows}
+    above = [*places] * (len(places) == 1) + [f"`{command}`"] * (command != "...")
+    runs = [": ".join([where] * (len(places) > 1) + [f"`{rest}`"] * bool(rest)) for (_, where, _), rest in zip(rows, rests)]
     head = ["what"]
     for metric, whats in columns.items():
         head += [metric] + ["yardstick" if len(whats) > 1 else what for what in list(whats)[:1]]
-    head.append("run")
-    out = [cells(*head), "|" + "---|" * len(head)]
-    for (label, run), found in rows.items():
+    head += ["run"] * any(runs)
+    out = [f"Run: {': '.join(above)}"] * bool(above) + ["", cells(*head), "|" + "---|" * len(head)]
+    for ((label, *_), found), run in zip(rows.items(), runs):
         row = [label]
         for metric, whats in columns.items():
             line = found.get(metric)
             row.append(show(line["value"]) + f" ({spread_of(line)})" * bool(line["spread"]) if line else "")
             if whats:
                 row.append(yardstick_of(line, len(whats) > 1) if line else "")
-        out.append(cells(*row, str(runs.index(run) + 1)))
-    return "\n".join([*out, "", *(f"{i}. {run}" for i, run in enumerate(runs, 1))])
+        out.append(cells(*row, *[run] * any(runs)))
+    return "\n".join(out)
 
 
 def claim(text, line):
@@ -115,7 +128,7 @@ def page(name, lines):
         out.append(text)
     if sections:
         sys.exit(f"bench/parts/{name}.md has no heading and {{table}} for: {', '.join(sections)}")
-    return "\n".join(out) + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)) + "\n"
 
 
 def main():

@@ -9,7 +9,8 @@ import sys
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "bench")]
+import results  # noqa: E402
 from runlog import read_log  # noqa: E402
 
 KEYS = ["id", "date", "commit", "card", "command", "metric", "value", "spread", "runs", "yardstick", "section", "label"]
@@ -103,8 +104,22 @@ class Lines(unittest.TestCase):
             if line["section"]:
                 rows = [row for row in (ROOT / f"bench/{page_of(line)}.md").read_text("utf-8").splitlines()
                         if row.startswith(f"| {line['label']} |")]
-                values = [re.sub(r" \(.*|,", "", cell) for row in rows for cell in row.split(" | ")[1:]]
+                values = [re.sub(r" \(.*|,", "", cell) for row in rows for cell in row[:-2].split(" | ")[1:]]
                 self.assertIn(line["value"], [decimal.Decimal(v) for v in values if re.fullmatch(r"-?[\d.]+(e-\d+)?", v)], line["id"])
+
+    def test_shared_commands(self):
+        """The command above a table is a run's command, where the words of the run's cell replace the three dots."""
+        def plain(text):
+            return re.sub(r"\s+", " ", text).replace(" ;", ";").strip()
+
+        self.assertEqual(results.shared(["--steps 9 --seed 1; C code", "--steps 9 --seed 2; C code"]), ["--steps 9 ...; C code", "--seed 1", "--seed 2"])
+        commands = {}
+        for line in lines():
+            commands.setdefault(line["section"], []).append(line["command"])
+        for section, found in commands.items():
+            above, *rests = results.shared(found)
+            for command, rest in zip(found, rests):
+                self.assertEqual(plain(above.replace("...", rest)), plain(command), section)
 
 
 class Quotes(unittest.TestCase):
