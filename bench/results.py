@@ -6,20 +6,20 @@ A line of results.jsonl is one measurement:
     id         its name: no two lines have the same
     date       of the run; null for a check that every `make test` repeats
     commit     of the program, null where it is unknown
-    card       H200, H100, "4x H200", "CPU: ..."; it decides the page
+    card       H200, H100, "4x H200", "CPU: ..."
     command    without the program's path, --train and --val; behind a semicolon are the data and how runs alternate
     metric     "what, unit"
     value      the number; of several seeds the first one's
     spread     null, or the numbers of the other runs; null in runs: the ends of a range
     runs       how many runs there were, null where that is unknown
     yardstick  null, or {"what", "value"}: the same metric of something else, by which the value is judged
-    section    the heading under which the pages show it; null: a former version or an older run, in results.jsonl alone
+    section    the heading of its table; null: a former version or an older run
     label      its row there
     log        the run's log.jsonl or a part of it, in bench/, packed by xz, without host and folders; a line without this key has none
 
-A page is its text in bench/parts, where {table} is the table of the section above it. In parts/RESULTS.md the last cell of
-a row is the id of a line. It becomes that line's number, spread, yardstick, page and log. --check writes nothing and fails where
-a page is not up to date.
+A page is its text in bench/parts, where {table} is the table of all lines whose section is the heading above it. A section without
+such a heading is in results.jsonl alone. In parts/RESULTS.md the last cell of a row is the id of a line. It becomes that line's
+number, spread, yardstick, page and log. --check writes nothing and fails where a page is not up to date.
 """
 import argparse
 import decimal
@@ -33,16 +33,16 @@ BENCH = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(BENCH.parent / "scripts"))
 import least_python  # noqa: E402,F401
 
-PAGES = ["RESULTS", "h200", "h100", "cpu"]
-
 
 def load():
     """The lines of results.jsonl. Numbers keep their digits."""
     return [json.loads(line, parse_float=decimal.Decimal) for line in (BENCH / "results.jsonl").read_text("utf-8").splitlines()]
 
 
-def page_of(line):
-    return "cpu" if line["card"].startswith("CPU") else line["card"][-4:].lower()
+def pages_of(parts):
+    """The page of each section that has a table."""
+    return {section: name for name, part in parts.items()
+            for section in re.findall(r"^## (.*)\n(?:(?!## ).*\n)*?\{table\}$", part, re.M)}
 
 
 def show(number):
@@ -105,29 +105,26 @@ def table(lines):
     return "\n".join(out)
 
 
-def claim(text, line):
+def claim(text, line, pages):
     unit = line["metric"].rpartition(", ")[2]
-    where = f"[{', '.join(filter(None, (line['card'].partition(':')[0], line['date'])))}]({page_of(line)}.md#{anchor(line['section'])})"
+    page = pages.get(line["section"]) or sys.exit(f"parts/RESULTS.md: no page has {line['id']}: {line['section']}")
+    where = f"[{place({**line, 'card': line['card'].partition(':')[0]})}]({page}.md#{anchor(line['section'])})"
     log = f"[log]({line['log']})" if "log" in line else "none"
     return cells(text, f"{show(line['value'])} {unit}", spread_of(line), yardstick_of(line), where, log)
 
 
-def page(name, lines):
-    ids, sections = {line["id"]: line for line in lines if line["section"]}, {}
-    for line in lines:
-        if line["section"] and page_of(line) == name:
-            sections.setdefault(line["section"], []).append(line)
+def page(name, part, pages, lines):
+    ids = {line["id"]: line for line in lines}
     out, heading = [f"<!-- Made by bench/results.py of results.jsonl and parts/{name}.md: edit those. -->"], None
-    for text in (BENCH / f"parts/{name}.md").read_text("utf-8").splitlines():
+    for text in part.splitlines():
         heading = text[3:] if text.startswith("## ") else heading
         row = re.match(r"\| (.*) \| (\S+/\S+) \|$", text)
         if text == "{table}":
-            text = table(sections.pop(heading, None) or sys.exit(f"parts/{name}.md: results.jsonl has no section {heading} for it"))
+            text = table([line for line in lines if line["section"] == heading]
+                         or sys.exit(f"parts/{name}.md: results.jsonl has no section {heading}"))
         elif row:
-            text = claim(row[1], ids.get(row[2]) or sys.exit(f"parts/{name}.md: results.jsonl has no {row[2]} with a section"))
+            text = claim(row[1], ids.get(row[2]) or sys.exit(f"parts/{name}.md: results.jsonl has no {row[2]}"), pages)
         out.append(text)
-    if sections:
-        sys.exit(f"bench/parts/{name}.md has no heading and {{table}} for: {', '.join(sections)}")
     return re.sub(r"\n{3,}", "\n\n", "\n".join(out)) + "\n"
 
 
@@ -135,8 +132,9 @@ def main():
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check, lines = parser.parse_args().check, load()
-    for name in PAGES:
-        path, text = BENCH / f"{name}.md", page(name, lines)
+    parts = {path.stem: path.read_text("utf-8") for path in (BENCH / "parts").glob("*.md")}
+    for name, part in parts.items():
+        path, text = BENCH / f"{name}.md", page(name, part, pages_of(parts), lines)
         if not check:
             path.write_text(text, "utf-8")
         elif path.read_text("utf-8") != text:

@@ -5,8 +5,8 @@
 #include "layers/muon.h"
 #include "mx/formats.h"
 
-// Rates of one H200, from bench/h200.md. In FLOP/s: dense and grouped GEMM of "Bounds of these classes"; 32.0e12 FLOPs
-// of MXFP8 GEMMs take the 27.19 ms of "Where the time of a step goes".
+// Rates of one H200, from sections of bench/results.jsonl. In FLOP/s: dense and grouped GEMM of "Bounds of these
+// classes"; 32.0e12 FLOPs of MXFP8 GEMMs take the 27.19 ms of "Where the time of a step goes".
 static const double DENSE = 733e12, GROUPED = 698e12, PACKED = 1177e12;
 // In bytes a second: AdamW, norms and SwiGLU of "Bounds of these classes"; dispatch and combine of 16b and 671b on 4
 // H200.

@@ -1,6 +1,6 @@
 // The time of a training step on H200s, predicted from the FLOPs and bytes of its kernels and from measured rates
-// (bench/h200.md). It was compared with measured steps of one GPU, and of 2 and 4 GPUs of one host
-// ("Predicted steps" there).
+// (bench/results.jsonl). It was compared with measured steps of one GPU, and of 2 and 4 GPUs of one host
+// (bench/h200.md, "Predicted steps").
 #pragma once
 
 #include "model/model.h"

@@ -1,8 +1,9 @@
 """The CUDA build against the CPU build: the same seed and the same real text give the same curve, and checkpoints go both ways.
 
 The CPU build computes in float32, the CUDA build in bf16. The curves differ by bf16's rounding, which training averages
-out. The test finds a learning rate off by 1 %, a gradient without one of its parts, a wrong mask. It does not find a wrong
-factor (bench/cpu.md), because AdamW divides it out, or attention matters little so early. The tests of ops find those.
+out. The test finds a learning rate off by 1 %, a gradient without one of its parts, a wrong mask (bench/results.jsonl has how
+far off). It does not find a wrong factor, because AdamW divides it out, or attention matters little so early. The tests of
+ops find those.
 Skipped without a GPU.
 """
 import json

@@ -4,6 +4,7 @@ import decimal
 import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import unittest
@@ -15,6 +16,7 @@ from runlog import read_log  # noqa: E402
 
 KEYS = ["id", "date", "commit", "card", "command", "metric", "value", "spread", "runs", "yardstick", "section", "label"]
 LINK = r"\]\((?:\.\./)?bench/(RESULTS|h200|h100|cpu)\.md#?([\w-]*)\)"
+PAGES = results.pages_of({path.stem: path.read_text("utf-8") for path in (ROOT / "bench/parts").glob("*.md")})  # of sections
 NUMBER = r"(?<![\w.^-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?(?![\w^]|\.\d|,\d{3}| steps)"
 
 
@@ -23,14 +25,10 @@ def lines():
             for line in (ROOT / "bench/results.jsonl").read_text("utf-8").splitlines()]
 
 
-def page_of(line):
-    return "cpu" if line["card"].startswith("CPU") else line["card"][-4:].lower()
-
-
 def linked(line, links):
-    """Whether one of the links (page, anchor) shows a line. The anchor is a section's, which two machines may have."""
-    anchor = re.sub(r"[^\w\- ]", "", line["section"] or "").lower().replace(" ", "-")
-    return bool(anchor) and any(page == "RESULTS" or (there == anchor if there else page == page_of(line)) for page, there in links)
+    """Whether one of the links (page, anchor) shows a line. RESULTS.md links to all pages."""
+    page = PAGES.get(line["section"])
+    return page and any(there == "RESULTS" or there == page and anchor in ("", results.anchor(line["section"])) for there, anchor in links)
 
 
 def quotes(text):
@@ -97,15 +95,16 @@ class Lines(unittest.TestCase):
                         self.assertEqual(str(config[option]), value, f"{line['id']}: --{option}")
 
     def test_pages(self):
-        """The pages are up to date, and show every line of a section."""
+        """The pages are up to date, and show every line of a section that has a page."""
         done = subprocess.run([sys.executable, ROOT / "bench/results.py", "--check"], capture_output=True, encoding="utf-8")
         self.assertEqual(done.returncode, 0, done.stderr)
         for line in lines():
-            if line["section"]:
-                rows = [row for row in (ROOT / f"bench/{page_of(line)}.md").read_text("utf-8").splitlines()
+            if line["section"] in PAGES:
+                rows = [row for row in (ROOT / f"bench/{PAGES[line['section']]}.md").read_text("utf-8").splitlines()
                         if row.startswith(f"| {line['label']} |")]
                 values = [re.sub(r" \(.*|,", "", cell) for row in rows for cell in row[:-2].split(" | ")[1:]]
                 self.assertIn(line["value"], [decimal.Decimal(v) for v in values if re.fullmatch(r"-?[\d.]+(e-\d+)?", v)], line["id"])
+
 
     def test_shared_commands(self):
         """The command above a table is a run's command, where the words of the run's cell replace the three dots."""
@@ -116,10 +115,17 @@ class Lines(unittest.TestCase):
         commands = {}
         for line in lines():
             commands.setdefault(line["section"], []).append(line["command"])
-        for section, found in commands.items():
-            above, *rests = results.shared(found)
-            for command, rest in zip(found, rests):
+        for section in PAGES:
+            above, *rests = results.shared(commands[section])
+            for command, rest in zip(commands[section], rests):
                 self.assertEqual(plain(above.replace("...", rest)), plain(command), section)
+
+    def test_other_lines(self):
+        """The command of RESULTS.md prints the lines that no page has."""
+        command, word = re.search(r'`(grep "([^"]+)" bench/results.jsonl)`', (ROOT / "bench/RESULTS.md").read_text("utf-8")).groups()
+        found = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout.splitlines()
+        self.assertEqual(len(found), sum(line["section"] == word for line in lines()))
+        self.assertNotIn(word, PAGES)
 
 
 class Quotes(unittest.TestCase):
