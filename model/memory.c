@@ -141,14 +141,12 @@ static const char* const names[] = {"CPU", "CUDA"};  // by Backend
 // The memory of a rank, item by item.
 static void report_items(const Model* m, Backend build) {
     const int64_t ranks = m->run.ranks;
-    const size_t total = memory_planned(m, build) + (build == BACKEND_CUDA ? CUDA_CONTEXT : 0);
+    const size_t context = build == BACKEND_CUDA ? CUDA_CONTEXT : 0, total = memory_planned(m, build) + context;
     printf("\nmemory of each of %ld rank%s, %s build (weights and activations in %s), %ld tokens a micro-step\n", ranks,
            ranks == 1 ? "" : "s", names[build], build == BACKEND_CPU ? "float32" : "bf16", m->shapes.N);
     for (int i = 0; i < ARENAS; i++) report_arena(&m->arena[i], m->shapes.N);
     report_line(build == BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)", model_workspace(m));
-    if (build == BACKEND_CUDA) report_line("CUDA context and libraries (estimated)", CUDA_CONTEXT + CUDA_LIBRARIES);
-    if (build == BACKEND_CUDA && ranks > 1)
-        report_line("NCCL connections (estimated)", memory_estimated(&m->run, build) - CUDA_LIBRARIES);
+    if (context) report_line("CUDA context and libraries (estimated)", context + memory_estimated(&m->run, build));
     printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, gib(total));
 }
 
