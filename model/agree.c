@@ -1,4 +1,4 @@
-// Every rank compares its values with those of rank 0. All end for the reason of the first rank that differs.
+// Every rank compares its values with those of rank 0. All ranks end for the reason of the first rank that differs.
 #include "model/agree.h"
 
 #include <stdlib.h>

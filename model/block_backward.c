@@ -1,7 +1,7 @@
 // Backward of a block, and of the final norm: model/block_forward.c from bottom to top. work.dx, the gradient of the
-// residual stream, accumulates. Gradients of GEMM weights are written in a step's first micro-step and accumulate in
-// later ones, those of norms and router always accumulate. All other gradients are written. With activation
-// checkpointing (--recompute block) the forward of a block comes again first.
+// residual stream, accumulates. Gradients of GEMM weights are written in a step's first micro-step, and accumulate in
+// later micro-steps. Gradients of norms and router always accumulate. All other gradients are written. With activation
+// checkpointing (--recompute block) the block's forward first runs again.
 #include "layers/rmsnorm.h"
 #include "model/block.h"
 

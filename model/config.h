@@ -1,4 +1,4 @@
-// The sizes of a model, and the numbers that its training needs. Options set both (model/settings.h). The code of the
+// Sizes of a model, and hyperparameters of its training. Options set these numbers (model/settings.h). The code of the
 // model and of its training step includes no header of options.
 #pragma once
 
@@ -11,7 +11,7 @@ typedef struct ModelConfig {
     int64_t q_lora, kv_lora;          // MLA's latents; q_lora 0: queries come straight from x
     int64_t nope, rope, v;            // head sizes
     int64_t dense_ffn, dense_layers;  // the first dense_layers blocks have a dense MLP of this width
-    int64_t E, K, shared, F;          // the others: E routed experts, and one shared MLP of width shared * F
+    int64_t E, K, shared, F;          // other blocks: E routed experts, and one shared MLP of width shared * F
     int64_t V;
     int64_t mtp;  // 1: an MTP module follows, as block L
     int64_t groups, top_groups, score, route_norm;
@@ -29,7 +29,7 @@ typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
 typedef enum { DISPATCH_AUTO, DISPATCH_NCCL, DISPATCH_WINDOWS } DispatchUse;
 typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;
 
-// Each has the value of the option of its name, or of that in its comment; the last two are no options.
+// A member has the value of the option with its name or in its comment. warmup_steps and frozen are no options.
 typedef struct RunConfig {
     int64_t batch, seq_len;  // sequences of a rank's micro-step, and their tokens
     int64_t tokens_per_step, steps, seed;
@@ -39,8 +39,8 @@ typedef struct RunConfig {
     double capacity;
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision;
     int64_t scale_rule, stats_every;  // --mx-scale, --mx-stats
-    double warmup_steps;              // of --warmup when the run began
-    int64_t frozen;                   // 1: the model is only used
+    double warmup_steps;              // steps of --warmup when the run began
+    int64_t frozen;                   // 1: the model is not trained (--sample, --evaluate)
 } RunConfig;
 
 static inline int64_t config_blocks(const ModelConfig* config) { return config->L + config->mtp; }
@@ -58,11 +58,11 @@ static inline int64_t run_micro_tokens(const RunConfig* run) { return run->ranks
 //   wsd        along a line, but only over the last fifth; constant until then
 //   constant   not at all
 double run_lr(const RunConfig* run, int64_t step);
-double run_muon_lr(const RunConfig* run, int64_t step);  // the same of --muon-lr
+double run_muon_lr(const RunConfig* run, int64_t step);  // the same schedule with --muon-lr
 
-// The weight of the MTP loss at `step`; the main loss has 1. It is --mtp-weight in the first MTP_SWITCH of the steps,
-// then MTP_WEIGHT_END. DeepSeek-V3 has 0.3 for 10 of its 14.8 trillion tokens, then 0.1 (arXiv 2412.19437,
-// section 4.2).
+// The weight of the MTP loss at `step`; the main loss has weight 1. The weight is --mtp-weight for the first share
+// MTP_SWITCH of the steps, then MTP_WEIGHT_END. DeepSeek-V3 has 0.3 for 10 of its 14.8 trillion tokens, then 0.1 (arXiv
+// 2412.19437, section 4.2).
 #define MTP_SWITCH 0.67
 #define MTP_WEIGHT_END 0.1
 double run_mtp_weight(const RunConfig* run, int64_t step);

@@ -1,5 +1,5 @@
-// --dry-run plans a model as a run does, with the same tables of buffers, but allocates nothing. Where a plan does not
-// fit, other options are tried.
+// --dry-run plans a model with the same tables of buffers as a run, but allocates nothing. If a plan does not fit in
+// memory, other options are tried.
 #include "model/memory.h"
 
 #include <stdio.h>

@@ -1,5 +1,5 @@
-// The memory of a run, from a plan (model_plan): printed by --dry-run, and checked before a run takes any. --dry-run
-// prints a summary, `--dry-run all` then a table:
+// The memory of a run, from a plan (model_plan). --dry-run prints it, and a run checks it before it allocates memory.
+// `--dry-run all` also prints a table:
 //
 //   activations kept for backward                          48.727 MiB
 //     residual before attention            x 4              4.000 MiB        2048.0 bytes a token
@@ -11,12 +11,12 @@
 #include "model/settings.h"
 #include "parallel/ranks.h"
 
-// --dry-run, on one screen: whether the run fits, and options with which it would; model, size of checkpoints and
-// predicted time of a step. `--dry-run all` goes on with the configuration, and the memory of a rank item by item. The
-// plan is this build's, for the GPU or machine at hand; with --gpu-memory it is the CUDA build's, for such a GPU.
-// Nothing is known of the machines for other --ranks than the `running` ones. Ends the run with EXIT_FAILED if it does
-// not fit.
+// Prints --dry-run's one screen: the model, size of checkpoints, predicted time of a step, whether the run fits in
+// memory, and options with which it would fit. `--dry-run all` also prints the configuration, and the memory of a rank
+// item by item. The plan is for this build and the GPU or machine at hand; with --gpu-memory for the CUDA build and a
+// GPU with that memory. running: the ranks that were started. For other --ranks the machines are not known. If the run
+// does not fit, the program ends with EXIT_FAILED.
 void memory_report(const Settings* settings, int running);
-// On the device that was chosen: ends the run where this rank needs more memory than is free, with both numbers and the
-// options with which it would fit. Returns when all ranks have read the free memory: none takes any before.
+// Ends the run if this rank needs more memory than its device has free. The message has both numbers, and options with
+// which the run would fit. Returns when all ranks have read their free memory, so no rank allocates before.
 void memory_check(const Settings* settings, Ranks* world);

@@ -11,17 +11,18 @@
 //   norm2 = rmsnorm(x)
 //   x     = x + mlp(norm2)
 //
-// Multi-token prediction (--mtp 1): an MTP module follows the blocks in training. It is a block that predicts the token
-// after the next. h is the output of the blocks after the final norm:
+// Multi-token prediction (--mtp 1): an MTP module follows the blocks in training. The module is a block that predicts
+// the token after the next token. h is the output of the last block after the final norm:
 //
 //   x       = [rmsnorm(embedding of t_{i+1}) ; rmsnorm(h_i)] Weh
 //   x       = block(x),   h' = rmsnorm(x),   logits = h' Wlm_head
 //   loss    = main loss + weight * module's loss,   module's loss = -1/T sum_i log p_i(t_{i+2})
 //
 // Embedding and lm_head are the main model's. The last of a window's T positions has no target, so the module computes
-// the first T - 1 only; the last counts in no loss and in no expert's load. The embedding of token i + 1 is a row that
-// the first block reads too: the embedding runs once, and both gradients of such a row are added. lm_head runs once for
-// both outputs. As in SGLang, h is taken after the final norm, and Weh's input is [embedding, hidden].
+// the first T - 1 positions only. The last position counts in no loss and in no expert's load. The first block and the
+// module read the same row for the embedding of token i + 1: the embedding runs once, and the two gradients of the row
+// are added. lm_head runs once for main model and module. As in SGLang, h is taken after the final norm, and Weh's
+// input is [embedding, hidden].
 //
 // Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, DeepSeek-V3 (arXiv 2412.19437) sections 2.1 and 2.2.
 #pragma once
@@ -36,8 +37,8 @@
 #include "moe/moe.h"
 
 // Activations of a block that backward needs; N = B T tokens. With activation checkpointing (--recompute block) each
-// block keeps only `residual` and its routing (in moe). Backward computes the rest again, in memory shared by all
-// blocks.
+// block keeps only `residual` and its routing (in moe). Backward computes the other activations again, in memory shared
+// by all blocks.
 typedef struct BlockSaved {
     floatX *residual, *norm1;                      // (N, C): x before attention, and normalised
     floatX *cq, *cq_norm;                          // (N, q_lora), only with q_lora
@@ -50,7 +51,7 @@ typedef struct BlockSaved {
     MoeSaved moe;                                  // MoE blocks only; in the pool
 } BlockSaved;
 
-// Input of the head: output of the main model (0) or of the MTP module (1), whose N is B (T - 1).
+// Input of lm_head: the output of the main model (0) or of the MTP module (1). The module has N = B (T - 1).
 typedef struct Output {
     floatX *residual, *norm;  // (N, C): x after the last block, and normalised
     floatX* dnorm;            // (N, C): gradient of norm, from model_loss and the module
@@ -65,17 +66,17 @@ typedef struct Workspace {
     floatX *dq, *dcq, *dcq_norm, *dkva, *dckv, *dkv, *datt;
     floatX *joined, *djoined;    // (N, 2C): input of the MTP module's projection, and its gradient
     floatX* dembed;              // (N, C): gradient of the embeddings that the MTP module reads
-    real *rstd_embed, *rstd_in;  // (N): of the MTP module's two norms
+    real *rstd_embed, *rstd_in;  // (N): rstd of the MTP module's two norms
     int64_t chunk;               // tokens per chunk of the classifier
     floatX* logits;              // (chunk, Vp)
     real* logits_row;            // (V), for model_logits
 } Workspace;
 
-// Quantization statistics of a block (--mx-stats): the operands of the GEMMs of each parameter.
+// The number of quantization statistics of a block (--mx-stats): one for each operand of each parameter's GEMMs.
 enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 
-// Memory by purpose: parameters and optimizer; activations kept for backward; workspace of one block at a time; the
-// pool of the MoE blocks; batch, tables and counters.
+// The arenas, memory by purpose: parameters and optimizer; activations kept for backward; workspace of one block at a
+// time; the pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
 // Shapes of the current computation: B sequences of T tokens, N = B T. T is window, or window - 1 in the MTP module.
@@ -88,7 +89,7 @@ typedef struct Shapes {
 // Hyperparameters of a step, in device memory so that a captured CUDA graph reads new values.
 typedef struct StepInputs {
     AdamW adamw;
-    Muon muon[BUFFERS];  // of the experts: --muon-expert-steps times the rate
+    Muon muon[BUFFERS];  // experts have --muon-expert-steps times the learning rate
 } StepInputs;
 
 // A training step: hyperparameters, results and counters in device memory, then the host's own numbers.
@@ -98,8 +99,8 @@ typedef struct Step {
     int64_t* load;             // (L + mtp, E): tokens each expert got
     int64_t* margins;          // (L + mtp, MARGIN_BINS, E): histograms; only with --balance quantile
     QuantizationStats* stats;  // (L + mtp, BLOCK_STATS): quantization statistics, with --mx-stats
-    int first;                 // 1: its first micro-step
-    int waits[BUFFERS];        // 1: Muon updates only the momentum (of the experts)
+    int first;                 // 1: this micro-step is the step's first
+    int waits[BUFFERS];        // 1: Muon updates only this buffer's momentum (experts)
     int late;                  // 1: the MTP loss weight is already MTP_WEIGHT_END
     float mtp_weight;          // weight of the MTP loss
 } Step;
@@ -112,7 +113,7 @@ typedef struct Model {
     RunConfig run;
     Layout layout;
     Ctx* ctx;
-    Ranks* ranks;  // of the run; NULL with one
+    Ranks* ranks;  // all ranks of the run; NULL with one rank
     // All ranks; the expert-parallel group; ranks that own the same experts. A group of all ranks is `world` itself.
     Comm *world, *ep, *expert_dp;
     Arena arena[ARENAS];
@@ -129,19 +130,19 @@ typedef struct Model {
     BlockSaved rebuilt;         // the memory that blocks share with --recompute block
     Output outputs[2];
     Workspace work;
-    GemmWorkspace gemms;  // workspace shared by quantized GEMMs; `stats`: those of a step that measures
+    GemmWorkspace gemms;  // workspace shared by quantized GEMMs; stats is NULL in steps without --mx-stats
 
     // MoE blocks.
-    Pool* pool;  // their activations, a stack in forward order
+    Pool* pool;  // activations of the MoE blocks, a stack in forward order
     Dispatch* dispatch;
-    int windows;       // 1: training dispatches by windows (model/windows.c)
-    char* no_windows;  // why --dispatch auto has none, or NULL
-    real* overflow;    // of the windows, in device memory (moe/dispatch_windows.h); NULL without
-    Fetch* overflowed;
+    int windows;        // 1: training dispatches by windows (model/windows.c)
+    char* no_windows;   // the reason why --dispatch auto uses no windows, or NULL
+    real* overflow;     // of the windows, in device memory (moe/dispatch_windows.h); NULL without
+    Fetch* overflowed;  // the copy of `overflow` on the host
 
     // A step.
     Step step;
-    StepState* val_state;  // of validation
+    StepState* val_state;  // the losses of a validation
     MuonMemory muon;
     Graph* graphs[GRAPHS];  // NULL: not replayed
 } Model;
@@ -149,8 +150,8 @@ typedef struct Model {
 // Plans the memory of rank `rank` for `backend` without allocating it (--dry-run reads the arenas).
 void model_plan(Model* model, const ModelConfig* config, const RunConfig* run, int rank, Backend backend);
 void model_plan_free(Model* model);
-// Plans, allocates, and connects the ranks; world may be NULL with one rank. model_init or a checkpoint sets the
-// weights.
+// Plans a model, allocates its memory and connects the ranks; world may be NULL with one rank. model_init or a
+// checkpoint sets the weights. model_destroy frees the model.
 Model* model_create(const ModelConfig* config, const RunConfig* run, Ranks* world);
 void model_init(Model* model, uint64_t seed);
 void model_destroy(Model* model);
@@ -168,18 +169,19 @@ void model_forward(Model* model, int train);
 // (loss + weighted MTP loss) with respect to the outputs' norm (dnorm) and lm_head.
 void model_loss(Model* model, StepState* state, float dscale);
 // Backward from the outputs' dnorm to the embedding. Gradient accumulation: the first micro-step overwrites the
-// gradients, later ones add. After the last they are reduced over the ranks. aux: the weight of the balance loss
-// (router_backward), the same in all blocks and in the MTP module.
+// gradients, and later micro-steps add to them. After the last micro-step the gradients are sums over the ranks. aux:
+// the weight of the balance loss (router_backward), the same in all blocks and in the MTP module.
 void model_backward(Model* model, float aux, int last_micro_step);
 
-// Training step `step`, from 1: model_gradient, then model_update. The gradient is that of all micro-batches of the
-// step: begin, then model_batch and model_micro_step for each.
+// Training step `step`, from 1: model_gradient, then model_update. model_gradient computes the gradient of all
+// micro-batches of the step: model_step_begin, then model_batch and model_micro_step for each micro-batch.
 void model_gradient(Model* model, Loader* loader, int64_t step);
 void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
-// Decides whether the step is good, updates weights and biases (model/update.c). stop: see StepState.
+// Decides whether the step is good. A good step updates weights and selection biases (model/update.c). stop: see
+// StepState.
 void model_update(Model* model, int stop);
-// Why steps do not run as CUDA graphs (device/graph.h), as a message; NULL: they do, except steps with quantization
+// The reason why steps do not run as CUDA graphs (device/graph.h). NULL: all steps do, except steps with quantization
 // statistics.
 const char* model_unreplayed(const Model* model);
 

@@ -1,12 +1,11 @@
 // The parameters of the model: names, shapes, placement, initialization. One table (params.c) defines them; memory
 // layout, tensor names, quantization, initialization and checkpoints follow from it.
 //
-// Parameters belong to units: 0 is the embedding, 1..L are the blocks, L + 1 is the head (lm_head and final norm). The
-// MTP module follows: block L, with a projection before and a norm after. A unit has two flat buffers: dense
-// parameters, and experts (empty without). Matrices come before norms in a buffer, so that weight decay covers a
-// prefix (n_decay), and so does Muon (n_muon). Fused matrices (gate over up) are laid out so that every tensor of a
-// Hugging Face DeepSeek checkpoint is one contiguous slice. A rank owns E / ep experts. Sharding is in
-// parallel/sharding.h.
+// Parameters belong to units: 0 is the embedding, 1..L are the blocks, L + 1 is the head (lm_head and final norm). Unit
+// L + 2 is the MTP module: block L, with a projection before and a norm after. A unit has two flat buffers: dense
+// parameters, and experts (empty without). Matrices come before norms in a buffer, so that weight decay covers a prefix
+// (n_decay), and so does Muon (n_muon). Fused matrices (gate over up) are laid out so that every tensor of a Hugging
+// Face DeepSeek checkpoint is one contiguous slice. A rank owns E / ep experts. Sharding is in parallel/sharding.h.
 #pragma once
 
 #include "linear/quantized.h"
@@ -17,10 +16,10 @@
 typedef enum ParamId {
     EMBED,    // (Vp, C): V padded to a multiple of 128
     LM_HEAD,  // (Vp, C)
-    EH_PROJ,  // (C, 2C), of the module: embedding and representation to what its block reads
+    EH_PROJ,  // (C, 2C), of the MTP module: from embedding and representation to its block's input
     WQA,      // (q_lora, C), with WQB where queries have a latent
     WQB,      // (H (nope + rope), q_lora)
-    WQ,       // (H (nope + rope), C), where they have none
+    WQ,       // (H (nope + rope), C), where queries have no latent
     WKVA,     // (kv_lora + rope, C)
     WKVB,     // (H (nope + v), kv_lora)
     WO,       // (C, H v)
@@ -33,8 +32,8 @@ typedef enum ParamId {
     Q_NORM,   // (q_lora)
     KV_NORM,  // (kv_lora)
     NORM2,    // (C)
-    ENORM,    // (C), of the module's embeddings
-    HNORM,    // (C), of the representations that the module is given
+    ENORM,    // (C), of the embeddings that the MTP module reads
+    HNORM,    // (C), of the representations that the MTP module reads
     FINAL_NORM,
     PARAMS
 } ParamId;
@@ -44,23 +43,23 @@ typedef enum { NORMAL, RESIDUAL, ONE } ParamStart;  // params_init_unit
 
 typedef struct Param {
     ParamId id;
-    int kinds;              // of units that have it: 1 << UnitKind each
+    int kinds;              // the kinds of units that have the parameter: 1 << UnitKind each
     int64_t rows, columns;  // of one expert; a vector has 1 row. EMBED and LM_HEAD: without padding
     ParamStart start;
-    Optimizer by;  // with --optimizer muon
+    Optimizer by;  // the optimizer with --optimizer muon
     QuantizedBy quantized_by;
-    const char* stats[WEIGHT_STATS];  // their names in the log (--mx-stats)
+    const char* stats[WEIGHT_STATS];  // names of its statistics in the log (--mx-stats)
     const char* name;                 // Hugging Face's; a block's without "model.layers.N.", an expert's with %d
-    const char* second;               // of the second half of the rows (up after gate), else NULL
+    const char* second;               // name of the second half of the rows (up after gate), else NULL
 } Param;
 
-// Those of a kind of unit, in the order of its buffers. Returns how many.
+// Lists the parameters of a kind of unit, in the order of the unit's buffers. Returns their number.
 int params_list(Param list[PARAMS], const ModelConfig* config, UnitKind kind);
 static inline int param_buffer(ParamId id) { return id == W13 || id == W2 ? EXPERT_PARAMS : DENSE_PARAMS; }
 
 typedef struct Unit {
     UnitKind kind;
-    int layer;           // its block, counted from 0; -1: the embedding or the head
+    int layer;           // the unit's block, counted from 0; -1: the embedding or the head
     int64_t at[PARAMS];  // offsets into its buffer in elements, -1 where the unit has no such parameter
     ParamBuffer buffer[BUFFERS];
     Weight w[PARAMS];          // as ops take them, from unit_begin to unit_end (model/block.h)
@@ -74,17 +73,17 @@ typedef struct NamedTensor {
     int64_t offset, count;  // elements; offset -1: an expert of another rank
     int rank;
     int64_t shape[2];
-    double mean, std;  // of its start: 0 and a deviation, or 1 and 0 (norms)
+    double mean, std;  // of its initial values: 0 and a deviation, or 1 and 0 (norms)
     int muon;          // 1: Muon trains it with --optimizer muon
 } NamedTensor;
 
 int params_units(const ModelConfig* config);  // L + 2 + mtp
 int params_block_unit(const ModelConfig* config, int64_t layer);
 // The unit's tensors in the order of its buffers, those of other ranks' experts too, in fresh memory; *count gets their
-// number. It is the same list on every layout but for the offsets.
+// number. The list is the same on every layout, except for the offsets.
 NamedTensor* params_tensors(const ModelConfig* config, const Layout* layout, int unit, int* count);
 
-// Elements of a slice, from its start.
+// Consecutive elements of a tensor.
 typedef struct Slice {
     int64_t first, count;
 } Slice;
@@ -102,7 +101,7 @@ double flops_per_token(const ModelConfig* config, int64_t T);
 // A unit's kind, layout and sizes; no memory.
 Unit params_unit(const ModelConfig* config, const Layout* layout, int index);
 
-// Draws the initial weights of a unit, those of this rank: normal of std 0.02 cut at 3 sigma, residual outputs (Wo,
-// down projections) times (2L)^-1/2, norms 1. Tensor i of unit u is stream (u << 20) + i of the seed. Any slice can be
-// drawn alone, so the weights do not depend on the rank layout.
+// Draws this rank's initial weights of unit `unit`: normal of std 0.02 cut at 3 sigma, residual outputs (Wo, down
+// projections) times (2L)^-1/2, norms 1. Tensor i of unit u is stream (u << 20) + i of the seed. Any slice can be drawn
+// alone, so the weights do not depend on the rank layout.
 void params_init_unit(Unit* units, int unit, const ModelConfig* config, const Layout* layout, uint64_t seed, Ctx* ctx);

@@ -1,4 +1,4 @@
-// The passes of a model: forward, loss and backward of a micro-batch. They go through the units: embedding, blocks
+// The passes of a model: forward, loss and backward of a micro-batch. Passes go through the units: embedding, blocks
 // (model/block_forward.c, model/block_backward.c), final norm and lm_head, then the MTP module (model/mtp.c).
 #include "device/check.h"
 #include "layers/embedding.h"

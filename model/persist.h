@@ -10,8 +10,8 @@
 #include "model/settings.h"
 #include "parallel/checkpoint.h"
 
-// The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory.
-// `optimizer` is that of the checkpoint. Where the run has another one, its state has no memory here.
+// The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory. optimizer:
+// the checkpoint's optimizer. If the run has another optimizer, Muon's matrices have no slice of moments here.
 CheckpointFile* model_files(Model* model, int64_t optimizer, int* count);
 void model_files_free(CheckpointFile* files, int count);
 
@@ -22,16 +22,16 @@ typedef struct DataHash {
     int32_t end_of_text;  // Tokenizer.eot
 } DataHash;
 
-// state is the host's copy of the device's StepState.
+// Saves the model after `step` (checkpoint_save). state: the host's copy of the device's StepState.
 void model_save(Model* model, const Settings* settings, Saver* saver, int64_t step, DataHash data,
                 const StepState* state);
 
-// Loads the newest good checkpoint in --out, with a warning that names the fault of each newer one.
-// Returns its step, 0 if there is none. Ends the run if there are checkpoints and none is good, or
-// if an option or the data differ that must not.
+// Loads the newest good checkpoint in --out. For each newer checkpoint a warning names its fault. Returns the step of
+// the loaded checkpoint; 0: there is no checkpoint. Ends the run if no checkpoint is good, or if an option or the data
+// differ that must be the same (model/record.h).
 int64_t model_resume(Model* model, const Settings* settings, Ranks* world, DataHash data);
 
 // Loads weights, selection biases and moments of the step of --init, for a new stage (--init-moments). The count of
-// updates goes on from there, because AdamW's bias correction depends on it: after n updates a moment is a sum with
+// updates goes on from this step, because AdamW's bias correction depends on it: after n updates a moment is a sum with
 // weights 1 - beta^n in all, whatever the stages. (Hence a stage keeps the betas.) Ends the run if a file is bad.
 void model_stage(Model* model, const Settings* settings, Ranks* world);

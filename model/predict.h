@@ -1,6 +1,6 @@
 // The time of a training step on H200s, predicted from the FLOPs and bytes of its kernels and from measured rates
-// (bench/results.jsonl). It was compared with measured steps of one GPU, and of 2 and 4 GPUs of one host
-// (bench/h200.md, "Predicted steps").
+// (bench/results.jsonl). "Predicted steps" in bench/h200.md compares predicted and measured times, for one GPU, and
+// for 2 and 4 GPUs of one host.
 #pragma once
 
 #include "model/model.h"
@@ -14,7 +14,7 @@ typedef enum { T_GROUPED, T_DENSE, T_ATTENTION, T_HEAD, T_OPTIMIZER, T_MEMORY, T
 //   attention      3.5 forwards: backward has five products, forward two
 //   optimizer      bytes of parameters, moments and gradients; FLOPs of Muon
 //   memory-bound   bytes of norms, SwiGLU, permute, combine and quantization, and a start for each block
-//   transfers      their exposed part: bytes / rate, times the measured share
+//   transfers      the exposed part, beside no compute: bytes / rate, times the measured share
 //
 // Activation checkpointing adds passes. Transfers between hosts were not measured.
 double predict_step(double seconds[TIMES], const Model* model);

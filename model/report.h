@@ -13,8 +13,8 @@ void report_settings(const Settings* settings);
 void report_model(const Settings* settings);
 // The training shards and the epochs of the run, and the tokenizer.
 void report_data(const Settings* settings, const Shards* train, const Tokenizer* tokenizer);
-// A run that goes on after `step` with other --steps: a line where these change the learning rate, or the weight of the
-// MTP loss, of the next step.
+// For a run that is resumed after `step` with other --steps: prints a line if the new --steps change the next step's
+// learning rate or MTP loss weight.
 void report_schedule(const Settings* settings, int64_t step);
 // The device, and whether steps run as CUDA graphs.
 void report_device(const Model* model);
@@ -22,9 +22,9 @@ void report_device(const Model* model);
 // Mean loss of the MTP module in a step, in nats a token.
 double report_mtp(const RunConfig* run, const StepState* state);
 
-// Members of a step's line in the log (data/runlog.h).
+// The functions below append members to a step's line in the log (data/runlog.h).
 // Loads of a step (L + mtp, E): tokens of each block's fullest and emptiest expert over the mean, NaN for dense blocks.
-// Returns the largest of all blocks.
+// Returns the largest ratio of all blocks.
 double report_load(char** line, const ModelConfig* config, const int64_t* load);
 // Statistics (L + mtp, BLOCK_STATS) of each tensor that was quantized in a step: its layer, counted from 0 as in the
 // names of the checkpoint's tensors; shares of its nonzero elements that were too large for the scale, rounded to 0, or

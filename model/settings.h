@@ -1,5 +1,4 @@
-// Everything a run can be told: the option table, the model presets, the sets of precisions, and what must fit
-// together.
+// The options of a run: their table, the model presets, the sets of precisions, and checks between options.
 #pragma once
 
 #include "data/json.h"
@@ -40,17 +39,17 @@ typedef struct Settings {
 extern const Option settings_table[];
 extern const int settings_count;
 
-// The command line over the defaults (argc 0: these alone). It is the first of two steps, because --out names the
-// record that the second one needs.
+// The command line over the defaults; argc 0: the defaults alone. Settings are read in two calls, because --out names
+// the record that settings_read needs.
 Settings settings_parse(int argc, char** argv);
 
 // All options, each from the first source that has it: the command line, which settings_parse read; the record of the
-// checkpoint to resume from (NULL: none), or of that to begin with (--init-moments); --model, --precision and the
-// tokenizer; the default. Then the checks for a run of `ranks` ranks (--dry-run: --ranks). Ends the run with EXIT_USAGE
-// and a message that names the option that does not fit. --help prints the table; --help and --version skip the checks.
+// checkpoint to resume from (NULL: none), or of the step in --init (--init-moments); --model, --precision and the
+// tokenizer; the default. Then runs settings_check for a run of `ranks` ranks (--dry-run: --ranks). --help prints the
+// table; --help and --version skip the checks.
 Settings settings_read(Settings parsed, int ranks, const Json* record);
 
-// Sets options without a default of their own, unless given: from --model and `precision`.
+// Sets options without a default of their own from --model and `precision`, unless the command line has them.
 void settings_preset(Settings* settings, int64_t precision);
 
 // The defaults of all options with this --model and --precision, in fresh memory. Options that the start of a
@@ -59,12 +58,13 @@ Settings settings_defaults(const Settings* settings);
 
 void settings_free(Settings* settings);
 
-// The checks of settings_read.
+// Ends the run with EXIT_USAGE if options do not fit together; the message names them with their values. Checks sizes,
+// limits of the CUDA kernels, widths of quantized products, and options that need others. Warns of unlikely values.
 void settings_check(const Settings* settings);
-// The checks of sizes, --ep and --tokens-per-step alone: a message in fresh memory, or NULL where they pass.
+// Checks sizes, --ep and --tokens-per-step alone. Returns the fault as a message in fresh memory; NULL: there is none.
 char* settings_refusal(const Settings* settings);
 
-// The folder of the model to begin with, and which option named it; NULL: none.
+// The folder of the model to begin with; NULL: none. *option gets the option that named the folder.
 const char* settings_folder(const Settings* settings, const char** option);
 
 // Steps of the warm-up of a run that begins with these --warmup and --steps.

@@ -1,5 +1,5 @@
-// Checks between options, one function a subject. Each ends the run with the names and values of options that do not
-// fit, or returns them as a message.
+// Checks between options, one function a subject. A check ends the run with the names and values of the options that do
+// not fit, or returns such a message.
 #include <math.h>
 
 #include "device/check.h"

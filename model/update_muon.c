@@ -1,4 +1,4 @@
-// Muon's part of an update, where this rank has whole buffers. It takes the matrices of a group together
+// Muon's part of an update, where this rank has whole buffers. Matrices of a group are updated together
 // (model/muon_groups.c). Where ranks hold parts of buffers: model/muon_waves.c.
 #include "model/update_muon.h"
 
