@@ -1,20 +1,21 @@
 // Load balancing: the selection biases of the router (moe/router.h), set once a step from that step's loads or margins.
-// So the selection of a token depends on past steps and on the token itself, never on other tokens of its sequence. It
-// is causal, and the same in training and in inference.
+// So the selection of a token depends on past steps and on the token itself, never on other tokens of its sequence. The
+// selection is causal, and the same in training and in inference.
 //
 // The margin of expert e for token n is negative if the token selects the expert, and positive if not (ties: 0). With
 // groups, an expert is selected if its group is, and if it is among the best of the selected groups:
 //
 //   margin_ne = max(alpha_n - (s_ne + bias_e), (beta_n - score_ng) / W)
 //   alpha_n   = the best s + bias of the selected groups' experts that the token did not select
-//   beta_n    = the best score of the groups that it did not select;   score_ng: of the group of e (moe/router.h)
-//   W         = 2 if a group's score is the sum of two experts, else 1: if all its biases rise by r, it rises by W r
+//   beta_n    = the best score of the groups that the token did not select
+//   score_ng  = the score of the group of e (moe/router.h)
+//   W         = 2 if a group's score is the sum of two experts, else 1: biases that rise by r raise the score by W r
 //
-// An alpha or beta that does not exist is -inf. Without groups beta does not, and alpha is the (K+1)-th best s + bias.
+// An alpha or beta that does not exist is -inf. Without groups there is no beta; alpha is the (K+1)-th best s + bias.
 //
 // A histogram has MARGIN_OCTAVES octaves of |margin| on each side of 0, and in the middle one bin for smaller margins.
 // An octave has MARGIN_SPLIT bins of equal width. So the relative precision is the same for sigmoid scores and for
-// softmax scores, which are near 1 / E. Margins beyond the last bin count in it.
+// softmax scores, which are near 1 / E. A margin beyond the last bin counts in the last bin.
 #pragma once
 
 #include <math.h>
@@ -28,8 +29,8 @@ enum { MARGIN_OCTAVES = 20, MARGIN_SPLIT = 16, MARGIN_SIDE = MARGIN_OCTAVES * MA
 enum { MARGIN_BINS = 2 * MARGIN_SIDE + 1 };
 #define MARGIN_LARGEST 2.0f  // scores are in [0, 1]; the lower end of the octaves is 2^-19
 
-// Counts of a step for load balancing: of the forward pass in training, each micro-step once. Integers, so that sums
-// over micro-steps and ranks do not depend on the layout.
+// Counts of a step for load balancing: forward counts each micro-step once, in training only. Counts are integers, so
+// that sums over micro-steps and ranks do not depend on the layout.
 typedef struct BalanceCounts {
     int64_t* load;     // (E): tokens that selected each expert; NULL: nothing is counted
     int64_t* margins;  // (MARGIN_BINS, E): histograms of the margins, or NULL
@@ -67,7 +68,8 @@ static inline BOTH_SIDES int margin_bin(float margin) {
     return margin < 0 ? MARGIN_SIDE - side : MARGIN_SIDE + side;
 }
 
-// The lower edge of a bin; that of bin i + 1 is its upper edge. Negative margins mirror the positive ones.
+// The lower edge of a bin; the upper edge of bin i is the lower edge of bin i + 1. Negative margins mirror the
+// positive.
 static inline BOTH_SIDES double margin_edge(int bin) {
     const double least = MARGIN_LARGEST / (1 << MARGIN_OCTAVES);
     const int negative = bin <= MARGIN_SIDE, step = negative ? MARGIN_SIDE - bin : bin - MARGIN_SIDE - 1;

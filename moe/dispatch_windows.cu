@@ -1,4 +1,4 @@
-// One thread for each rank.
+// Each thread computes the rows to one rank and from it.
 #include "device/cuda.cuh"
 #include "moe/dispatch_windows.h"
 

@@ -24,14 +24,14 @@ typedef struct MoeShape {
     int64_t shared_F;    // hidden width of the shared MLP, 0: there is none
     int32_t ep;          // ranks of expert parallelism; E % ep == 0
     int32_t recompute;   // 1: activation checkpointing: backward dispatches x again and recomputes h and shared_h
-    Formats formats;     // of EXPERT: see MoeWeights
+    Formats formats;     // formats of the experts' GEMMs, dispatch and combine
     double capacity;     // as in DispatchShape
     int32_t windows;     // as in DispatchShape
 } MoeShape;
 
 // Weights with their gradients, which are = or += as in Weight. Each of the E / ep experts has a w13 (2F, C) and a w2
-// (C, F). Their formats are those of the shape, or floatX in a block that stays in it. Their statistics cover x, dh,
-// the activation and dy too.
+// (C, F). The experts' weights have the formats of the shape; some blocks stay in floatX (Format.bf16_blocks).
+// Statistics of the weights also cover x, dh, the activation and dy.
 typedef struct MoeWeights {
     const floatX* router;              // (E, C)
     real* drouter;                     // (E, C), +=
@@ -51,15 +51,15 @@ typedef struct MoeSaved {
 
 // Names in `pool` the saved tensors of `blocks` MoE blocks, and the buffers of one block in backward (dispatch_expect).
 void moe_plan(Arena* pool, MoeShape shape, int64_t blocks);
-// Bytes of that plan with another capacity factor, or with the largest: all tokens of all ranks.
+// Bytes of moe_plan's table with another capacity factor, at most the factor at which all tokens of all ranks fit.
 size_t moe_bytes(MoeShape shape, int64_t blocks, double capacity, Backend backend);
-size_t moe_workspace(MoeShape shape);
+size_t moe_workspace(MoeShape shape);  // bytes, for forward and backward
 
 // y (N, C) =. In training counts += the load and margins of this rank's tokens (moe/balance.h). Takes *saved from the
 // pool; the caller releases it.
 void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, BalanceCounts counts, MoeShape shape,
                  Dispatch* dispatch, Pool* pool, Ctx* ctx);
 
-// dx (N, C) is =. aux: see router_backward.
+// dx (N, C) is =. saved: as moe_forward left it. aux: see router_backward.
 void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, float aux,
                   MoeShape shape, Dispatch* dispatch, Pool* pool, Ctx* ctx);

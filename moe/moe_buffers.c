@@ -16,7 +16,7 @@ static void plan_choices(Arena* a, MoeSaved* saved, MoeShape s) {
     dispatch_plan_choices(a, &saved->route, d);
 }
 
-// The tensors that activation checkpointing drops after forward: backward has them again.
+// With activation checkpointing these tensors are freed after forward, and backward computes them again.
 static void plan_hidden(Arena* a, MoeSaved* saved, MoeShape s) {
     dispatch_plan_x(a, &saved->x, &saved->route);
     ARENA(a, "routed hidden", ELEMENT_X, saved->ragged.capacity * 2 * s.F, 1, &saved->h);

@@ -13,9 +13,9 @@ typedef struct MoeForwardBuffers {
     floatX* shared_a;  // (N, shared_F)
 } MoeForwardBuffers;
 
-// Several of them share memory, one after the other (moe_take_backward).
+// Some of these buffers share memory, one after the other (moe_take_backward).
 typedef struct MoeBackwardBuffers {
-    AllToAll exchange, again;                   // all-to-all buffers of dy; of x with recompute
+    AllToAll exchange, again;                   // all-to-all buffers of dy; `again` of x with recompute
     MlpBuffers shared, experts;                 // the experts' `a` is gate * a, their da is da', dh may be column-wise
     Rows x_rows, dy_rows;                       // (rows, C), unless GEMMs gather them; x with recompute
     Rows dh_quantized;                          // (rows, 2F)
@@ -25,6 +25,7 @@ typedef struct MoeBackwardBuffers {
 } MoeBackwardBuffers;
 
 void moe_take_choices(Pool* pool, MoeSaved* saved, MoeShape s);  // before the counts of the all-to-all are known
-// Needs the counts in saved->route. The mark is behind the saved tensors: releasing it frees *t alone.
+// Both need the counts in saved->route. The mark returned is behind the saved tensors: pool_release there frees *t
+// alone.
 size_t moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s);
 void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* saved, MoeShape s);

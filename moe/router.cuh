@@ -21,7 +21,8 @@ static __device__ __forceinline__ uint32_t ordered(float x) {
     return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 
-// Index of the largest of `value`, the lowest of equals; its lane marks it as taken. Lane l has indices l, l + 32, ...
+// The index of the largest `value`, the lowest of equals; this `value` becomes 0 (taken). Lane l has indices l, l + 32,
+// ...
 template <int J>
 static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     const int lane = threadIdx.x % 32;
@@ -41,9 +42,9 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     return taken;
 }
 
-// The groups of a token from `compared`, its s + bias in shared memory, which the group flags then overwrite. Lane l
-// has the scores of groups l, l + 32, ... `group` is 0 for the top_groups best groups (selected) and for groups that do
-// not exist. The flag inside[j] says whether the token selected the group of expert lane + 32 j.
+// The groups of a token. compared: the token's s + bias in shared memory; flags of the groups overwrite these numbers.
+// Lane l has the scores of groups l, l + 32, ... `group` is 0 for the top_groups best groups (selected) and for groups
+// that do not exist. The flag inside[j] says whether the token selected the group of expert lane + 32 j.
 template <int J>
 static __device__ __forceinline__ void best_groups(bool (&inside)[J], uint32_t (&group)[J], float (&score)[J],
                                                    float* compared, const RouterShape& s) {

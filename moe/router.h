@@ -3,7 +3,8 @@
 //
 //   logits = x Wg^T in float32;  s = sigmoid(logits) or softmax(logits)
 //   selection: the K largest s + bias in the top_groups best groups of experts (other groups count as -inf)
-//     a group's score: the sum of its two largest s + bias (sigmoid; or of its only one), or the largest (softmax)
+//     a group's score: the largest s + bias (softmax, or a group of one expert), or the sum of the two largest
+//     (sigmoid)
 //   gate_k = s of the selected expert, divided by (their sum + 1e-20) if norm, times scale
 //
 //   x, dx          (N, C)
@@ -34,7 +35,7 @@ typedef struct RouterShape {
     int32_t force_balance;       // 1: expert k of token n is (n K + k) % E, whatever the scores
 } RouterShape;
 
-// The number of its largest s + bias whose sum is a group's score.
+// A group's score is the sum of this many of its largest s + bias.
 static inline BOTH_SIDES int experts_in_score(RouterShape s) {
     return s.score == SCORE_SIGMOID && s.E > s.groups ? 2 : 1;
 }
@@ -43,7 +44,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
                     RouterShape shape, Ctx* ctx);
 
 // dx and dw are +=. aux: weight of the balance loss, DeepSeek-V3's auxiliary loss of each sequence (equations 17 to
-// 20). 0 switches it off.
+// 20). aux 0 switches the balance loss off.
 //
 //   aux * sum_sequences sum_e f_e P_e,   f_e = E / (K T) * count_e,   P_e = mean_t s_te / sum_e' s_te'
 //
@@ -51,4 +52,4 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
 void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert,
                      const real* gate, const floatX* x, const floatX* w, float aux, RouterShape shape, Ctx* ctx);
 
-size_t router_workspace(RouterShape shape);
+size_t router_workspace(RouterShape shape);  // bytes, for both functions
