@@ -9,14 +9,15 @@
 //
 // nvfp4 and mxfp4 round gradients (dy) stochastically and all else to nearest. Both operands of wgrad pass a random
 // Hadamard transform of 16 rows. With NVFP4 the last 15 % of the blocks stay in floatX (arXiv 2509.25149, section 4).
-// The format mxfp4-weights rounds weights alone. Their gradients pass straight through.
+// The format mxfp4-weights rounds weights alone; gradients of weights pass straight through.
 //
-// Each has a row for both rules of rounding a scale (MxScale). NVFP4 reads neither.
+// Each format has a row for each rule of rounding a scale (MxScale). NVFP4 ignores the rule.
 #pragma once
 
 #include "mx/mxfp8.h"
 
-// The choices of --precision, in its order. Those of its parts are the first of them.
+// The choices of --precision, in the order of the option. Options of a part (--wgrad-precision) have the first of these
+// choices.
 typedef enum {
     FORMAT_BF16,
     FORMAT_MXFP8,

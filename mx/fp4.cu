@@ -1,15 +1,15 @@
-// Four-bit fake quantization. A pass reads x once, lines of a block for each thread, and keeps them in registers. Bound
-// by memory along the rows, by instructions in the transform and where numbers are random. Bytes per element:
+// Four-bit fake quantization. A pass reads x once, lines of a block for each thread, and keeps them in registers. The
+// pass is bound by memory along rows, by instructions in the transform and in stochastic rounding. Bytes per element:
 //
 //     MXFP4                  4
 //     NVFP4                  6: a pass before finds the largest magnitude of each group
 //     the transposed copy   +2
 //
-// Lines along a row come in accesses of 16 bytes. A thread has two lines down neighbouring columns, and an access an
-// element of each, so that a warp reads 64 neighbouring elements. The lines of a tile are in neighbouring lanes, which
+// Lines along a row come in accesses of 16 bytes. A thread has two lines down neighbouring columns. An access reads one
+// element of each line, so a warp reads 64 neighbouring elements. The lines of a tile are in neighbouring lanes, which
 // find its scale by shuffles. The transform is computed in registers, in both passes.
 //
-// Thread blocks of one grid row walk over a group, because its rows are known on the device alone. The second pass
+// Thread blocks of one grid row walk over a group, because only the device knows the group's rows. The second pass
 // begins with the last group: the end of x is still in the L2 cache.
 #include "layers/rows.cuh"
 #include "mx/fp4_values.h"
@@ -21,8 +21,8 @@ enum { THREADS = 256, ELEMENTS = 64, STATS_SUMS = sizeof(QuantizationStats) / si
 enum Use { AMAX, VALUES, STATS };
 
 // f(*p, k) for the elements k of a line that are inside of its group, from p on and `step` apart. A whole line has no
-// branches, so that its loads go out together. The asm hides the step's value, else nvcc computes its multiples
-// by 64-bit products, which take more instructions than sums.
+// branches, so that its loads go out together. The empty asm hides the value of `step`. Otherwise nvcc computes
+// multiples of `step` by 64-bit products, which take more instructions than sums.
 template <int N, typename T, typename F>
 static __device__ __forceinline__ void each_inside(T* p, int64_t step, int32_t inside, F f) {
     if (inside >= N) {

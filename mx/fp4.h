@@ -14,8 +14,8 @@
 // 2^-17. So the mean is x where e2m1 does not saturate. A block's largest element saturates where e4m3 rounds b down.
 //
 // A block (MXFP4) or tensor (NVFP4) with NaN or Inf becomes NaN. With MX_RCEIL magnitudes from 3.5 2^126 on become Inf.
-// Zeros keep their sign. x is read as float32. On the GPU the value is rounded to bf16: MXFP4's are exact, NVFP4's have
-// up to six bits times t.
+// Zeros keep their sign. x is read as float32. On the GPU the value is rounded to bf16. A value of MXFP4 is exact in
+// bf16; a value of NVFP4 has up to six bits times t.
 //
 // A tensor of NVFP4 is one group of rows: the tokens of a micro-batch, an expert's rows, or one matrix of a weight.
 //
@@ -25,16 +25,16 @@
 
 #include "mx/format.h"
 
-// The revision of these values, which checkpoints record. It is raised with every change of a value: a resumed run has
-// the rounding that it began with.
+// The revision of these values, which checkpoints record. Every change of a value raises the revision: a resumed run
+// must keep the rounding of its beginning.
 enum { FP4_ROUNDING = 1 };
 
-// Rows of the random Hadamard transform, and its signs: S has -1 at the ones of these bits. A tile of a weight is as
-// high as it is wide.
+// Rows of the random Hadamard transform, and its signs: the diagonal S has -1 where FP4_SIGNS has a 1 bit. A tile of a
+// weight is as high as it is wide.
 enum { FP4_HADAMARD = 16, FP4_SIGNS = 0x9d2c };
 
 // Blocks of high x wide elements in each group of (rows, columns): 1 x n, n x 1 or n x n. n = 16 means NVFP4, n = 32
-// MXFP4. The last ones of a group may have fewer rows.
+// MXFP4. The last blocks of a group may have fewer rows.
 typedef struct Fp4Blocks {
     int32_t high, wide;
     int32_t transform;  // 1, for n x 1: the transformed x is rounded
@@ -46,7 +46,7 @@ static inline int fp4_is_nv(Fp4Blocks blocks) { return blocks.high == 16 || bloc
 // The operands of fp4_round. columns is a multiple of 32.
 typedef struct Fp4Work {
     floatX* out;      // (capacity, columns): the values of x, in place or not; NULL with stats
-    floatX* back;     // NULL, or (El, columns, capacity), not for n x 1: the same, each group transposed
+    floatX* back;     // NULL, or (El, columns, capacity), not for n x 1: the values, each group transposed
     const floatX* x;  // (capacity, columns)
     Ragged groups;    // without group_start each of the El groups has `capacity` rows
     int64_t columns;

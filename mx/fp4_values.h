@@ -1,8 +1,8 @@
 // The arithmetic of mx/fp4.h, the same on CPU and GPU. Not for host code.
 //
-// A block comes in lines: one down the column if blocks are one element wide, else its rows. A thread of a kernel has
-// lines in registers: nvcc unrolls short loops with constant bounds, and longer ones where it is told. n: elements of a
-// line, 16 or 32. Where the group ends within a block, zeros follow, which change nothing.
+// A block is made of lines: one line down the column if blocks are one element wide, else the block's rows. A thread of
+// a kernel has lines in registers: nvcc unrolls short loops with constant bounds, and longer loops with UNROLL. n:
+// elements of a line, 16 or 32. Where the group ends within a block, zeros follow, which change nothing.
 #pragma once
 
 #include <float.h>
@@ -12,25 +12,26 @@
 #include "mx/mx_values.h"
 #include "mx/mxfp8.h"
 
-// x >= 0 to the nearest e4m3, ties to even, at most 448. Below 2^-6 the step is 2^-9, as that of float32 from 2^14 on.
+// x >= 0 to the nearest e4m3, ties to even, at most 448. Below 2^-6 e4m3 has the step 2^-9, as float32 has from 2^14
+// on.
 static inline BOTH_SIDES float e4m3_nearest(float x) {
     const uint32_t u = bits_of(x);
     const float small = (x + 0x1p14f) - 0x1p14f, other = float_of_bits((u + 0x7ffff + (u >> 20 & 1)) & 0xfff00000u);
     return fminf(x < 0x1p-6f ? small : other, 448);
 }
 
-// The offset, in units of two steps, of bits 7 to 22 of a word: 1/4 - r / 2, where r = (bits + 1/2) 2^-16. A number
-// goes up if r is below its distance from the lower neighbour, in steps: with this probability, to 2^-17.
+// The offset, in units of two steps, of bits 7 to 22 of a word: 1/4 - r / 2, where r = (bits + 1/2) 2^-16. A number is
+// rounded up if r is below its distance d from the lower neighbour, in steps. The probability is d, to 2^-17.
 static inline BOTH_SIDES float e2m1_offset(uint32_t word) {
     return 0.75f - float_of_bits(0x3f000040 | (word & 0x7fff80));
 }
 
-// The factors of a block: before e2m1, and two after it. A tensor has e, 0 and t (mx/fp4.h).
+// The factors of a block: one before rounding to e2m1, two after. For a tensor the members are e, 0 and t (mx/fp4.h).
 typedef struct Fp4Scale {
     float inverse, block, tensor;
 } Fp4Scale;
 
-// From the bits of the largest magnitude.
+// The factors of a block. rule: an MxScale. amax: the bits of the block's largest magnitude.
 static inline BOTH_SIDES Fp4Scale mxfp4_scale(int32_t rule, uint32_t amax) {
     // 1.5 = 6 / 2^2: only a mantissa above it carries into the exponent.
     const int32_t exponent = (int32_t)((amax + (rule == MX_RCEIL ? 0x3fffff : 0)) >> 23) - 2;
@@ -39,22 +40,23 @@ static inline BOTH_SIDES Fp4Scale mxfp4_scale(int32_t rule, uint32_t amax) {
     return s;
 }
 
+// The factors of a tensor. amax: the bits of the tensor's largest magnitude.
 static inline BOTH_SIDES Fp4Scale nvfp4_tensor(uint32_t amax) {
     const float e = fminf(2688 / float_of_bits(amax), FLT_MAX);
     const Fp4Scale s = {e, 0, amax >= 0x7f800000 ? float_of_bits(0x7fffffff) : 1 / e};
     return s;
 }
 
-// s: of the tensor.
+// The factors of a block. s: the tensor's factors. amax: as in mxfp4_scale.
 static inline BOTH_SIDES Fp4Scale nvfp4_scale(Fp4Scale s, uint32_t amax) {
     s.block = e4m3_nearest(float_of_bits(amax) / 6 * s.inverse);
     s.inverse = s.block > 0 ? fminf(1 / (s.tensor * s.block), FLT_MAX) : 0;
     return s;
 }
 
-// To e2m1. Neighbours are the multiples of a step that grows with |x|: half of `power`, which is 1, 2 or 4. To nearest,
-// ties to even: float32 has that step around `large`. At random: to nearest after an offset of less than half a step.
-// NaN may become 6 here: its block's scale is NaN.
+// Rounds x to e2m1. Neighbours are multiples of a step that grows with |x|: half of `power`, which is 1, 2 or 4.
+// float32 has this step around `large`, so adding `large` rounds to nearest, ties to even. Stochastic rounding first
+// adds an offset of less than half a step. A NaN may become 6 here, because the scale of a block with NaN is NaN.
 static inline BOTH_SIDES float fp4_e2m1(float x, bool random, float offset) {
     const float a = fminf(fabsf(x), 6), power = float_of_bits(bits_of(fmaxf(a, 1)) & 0xff800000u);
     const float large = power * 0x1.8p22f;
@@ -74,8 +76,9 @@ static inline BOTH_SIDES void fp4_hadamard(float* v) {
             }
 }
 
-// A group in blocks of high x wide: its first row, its rows, and those that the transform may take. On the GPU pad
-// rows, zeros, are among its rows. Lines count block by block, to the right and then down.
+// A group in blocks of high x wide: first row, number of rows, and number of rows that the transform may take (own). On
+// the GPU `rows` counts pad rows too, which are zeros; `own` does not. Lines count block by block, to the right and
+// then down.
 typedef struct Fp4Group {
     int64_t first;
     int32_t rows, own, columns, high, wide;
@@ -92,7 +95,7 @@ static inline BOTH_SIDES Fp4Group fp4_group(const Fp4Work* w, int32_t g, int32_t
     return group;
 }
 
-// Line i: its first element, elements inside of the group, and those that the transform may take.
+// Line i: first element, number of elements inside the group, number of elements that the transform may take (own).
 typedef struct Fp4Line {
     int32_t row, column, inside, own;
 } Fp4Line;
@@ -104,8 +107,8 @@ static inline BOTH_SIDES Fp4Line fp4_line(Fp4Group g, uint32_t i) {
     return line;
 }
 
-// Transforms a line. Returns its largest magnitude, as bits, which compare like magnitudes; Inf and NaN are above all
-// others.
+// Transforms a line. Returns the line's largest magnitude, as bits. Bits compare like magnitudes; Inf and NaN are above
+// all others.
 static inline BOTH_SIDES uint32_t fp4_prepare(float* v, int n, Fp4Line line) {
     uint32_t amax = 0;
     for (int k = 0; k < n; k += FP4_HADAMARD)

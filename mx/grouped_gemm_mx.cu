@@ -144,8 +144,9 @@ __device__ __forceinline__ float change_unit(uint32_t& now, uint32_t next) {
 }
 
 // The second warp of the producer warpgroup: writes each column's factor into the stage, after every fourth k block and
-// after the last. The order is the one in which consumer lanes read. Lane l % 4 has columns 8j + l % 4 * 2 and the
-// next, for every j (device/wgmma.cuh). The four factors of two j are adjacent.
+// after the last. The order is the one in which consumer lanes read. j counts groups of 8 columns: consumer lane l has
+// columns 8j + l % 4 * 2 and the next column, for every j (device/wgmma.cuh). A lane's four factors for two
+// neighbouring j are adjacent in the stage.
 __device__ __forceinline__ void fill_column_scales(Shared<Mx>& s, const Wgrads& t) {
     const int lane = threadIdx.x % 32;
     RingSlot<Mx::STAGES> stage = {0, 1};
@@ -217,7 +218,7 @@ __device__ __forceinline__ void add_scaled(float (&d)[SQUARE_SIDE / 2], const fl
                                            float far, const float* columns, int lane) {
 #pragma unroll
     for (int i = 0; i < SQUARE_SIDE / 2; i += 8) {
-        float of[4];  // factors of columns 8j + lane % 4 * 2 and the next, for two j
+        float of[4];  // factors of columns 8j + lane % 4 * 2 and the next, j = i / 4 and the next
         if (columns) *(float4*)of = ((const float4*)columns)[i / 8 * 4 + lane % 4];
 #pragma unroll
         for (int k = 0; k < 8; k++) {

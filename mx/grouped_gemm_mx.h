@@ -11,8 +11,8 @@
 // below 2^-149. (The loss is below 2^-124, because a chunk's sum is below 2^25.)
 //
 // On the GPU the last group may end beyond capacity, at the next multiple of 128 (linear/quantized.c, whose rows are
-// the tokens). These rows of x are not read, and those of y not written. x_scale must include them, with any content.
-// Workspace: as in grouped/grouped_gemm.h.
+// the tokens). Rows of x beyond capacity are not read, and rows of y beyond capacity are not written. x.scale must
+// include these rows, with any content. Workspace: as in grouped/grouped_gemm.h.
 #pragma once
 
 #include "mx/mxfp8.h"
@@ -20,11 +20,11 @@
 // NULL if this device has these GEMMs; else the reason in newly allocated memory.
 char* grouped_gemm_mx_missing(Ctx* ctx);
 
-// The reason why a CUDA graph cannot replay them on this device; NULL if it can.
+// The reason why a CUDA graph cannot replay these GEMMs on this device; NULL if it can.
 const char* grouped_gemm_mx_unreplayed(Ctx* ctx);
 
-// W quantized in tiles: q (El, OC, IC) and scale (El, ceil(OC / 128), ceil(IC / 128)). The strides of the scales are
-// those of a step in o / 128 and in c; for a transposed W these two are swapped.
+// W quantized in tiles: q (El, OC, IC) and scale (El, ceil(OC / 128), ceil(IC / 128)). stride_o and stride_c are the
+// distances between scales of neighbours in o / 128 and in c; a transposed W has the two strides swapped.
 typedef struct MxTiles {
     uint8_t *q, *scale;
     int64_t stride_o, stride_c;
@@ -34,34 +34,34 @@ typedef struct MxTiles {
 void grouped_gemm_mx(floatX* y, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
 // Wgrad, which contracts over an expert's rows: dw (El, OC, IC). Both operands are channels (mx_quantize_channels,
-// mx/mxfp8.h), OC and IC of them, of `length` elements. The scales of x are aligned to 512: those of the four chunks of
-// a group are equal.
+// mx/mxfp8.h), OC and IC of them, of `length` elements. The scales of x are aligned to 512: the four chunks of a
+// 512-row scale group have equal scales.
 //
 //   dw[e][o][i]  = sum over chunks c of e: 2^(sdy[c][o] - 127) 2^(sx[c][i] - 127) sum_{k in c} dy[o][k] x[i][k]
 //
-// or += with accumulate 1; 0 for an expert without rows. With `rounded` (not NULL, without accumulation) it is written
-// there and not to dw: the sums are rounded once. IC and OC are multiples of 32. Precision: within a chunk as
-// above. On the GPU the accumulator is kept relative to x's current scale. At a 512-row boundary it is multiplied by
-// the ratio of the old to the new scale of a channel. A ratio of 2^128 or more gives Inf or NaN; one below 2^-126
-// flushes the accumulator to zero.
+// or += with accumulate 1; 0 for an expert without rows. With `rounded` (not NULL, without accumulation) the sums are
+// rounded once and written to `rounded`, not to dw. IC and OC are multiples of 32. Precision: within a chunk as in
+// grouped_gemm_mx. On the GPU the accumulator is kept relative to x's current scale. At a 512-row boundary the
+// accumulator is multiplied by the ratio of the old to the new scale of a channel. A ratio of 2^128 or more gives Inf
+// or NaN; one below 2^-126 flushes the accumulator to zero.
 void grouped_gemm_mx_wgrad(real* dw, floatX* rounded, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC,
                            int64_t OC, int accumulate, Ctx* ctx);
 
 // Wgrad of several matrices over the rows of one group, in one call. On Hopper this is one launch, which fills the GPU
-// where a single matrix would not. The operands of all matrices are stored one after another, each as above. For matrix
-// m:
+// where a single matrix would not. The operands of all matrices are stored one after another, each as for
+// grouped_gemm_mx_wgrad. Matrix m has the operands:
 //
 //   mx_from_channel(dy, m.dy, length)    mx_from_channel(x, m.x, length)
 typedef struct MxMatrix {
     real* dw;  // (OC, IC)
     int64_t OC, IC;
-    int64_t dy, x;  // its first channels in the operands
+    int64_t dy, x;  // the matrix's first channels in the operands dy and x
 } MxMatrix;
 enum { MX_MATRICES = 4 };
 void gemm_mx_wgrads(const MxMatrix* matrices, int count,  // at most MX_MATRICES
                     MxBytes dy, MxBytes x, int64_t length, Ragged rows, int accumulate, Ctx* ctx);
 
-// The same with one launch per matrix, for backends without a common kernel.
+// gemm_mx_wgrads with one launch per matrix, for backends without a common kernel.
 static inline void mx_one_by_one(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged rows,
                                  int accumulate, Ctx* ctx) {
     for (const MxMatrix* m = list; m < list + count; m++)

@@ -7,8 +7,8 @@
 
 namespace {
 
-// The two GEMMs: forward and dgrad, and wgrad, whose column scales come from a helper warp. A k block is 128
-// bytes wide.
+// Two kernels: Mx for forward and dgrad, MxWgrad for wgrad. In wgrad a helper warp loads the column scales. A k block
+// is 128 bytes wide.
 struct Mx : Pass {
     static constexpr int BLOCK_K = MX_CHUNK;
     static constexpr bool SIDE_BY_SIDE = true;
@@ -21,25 +21,25 @@ struct MxWgrad : Mx {
     static constexpr int HELPERS = 1, HELPER_ARRIVALS = 1;
 };
 
-// An output of wgrad: its sizes, and the first rows of A and of B that are its own.
+// An output of wgrad: its sizes, and its first rows in A and in B.
 struct Matrix {
     int M, N, a, b;
 };
 
-// A wgrad: one matrix for each expert, all of one size. Or, with one expert, a list of matrices of any sizes. They
-// contract over the same rows of A and B, and a work tile's `expert` is then the matrix.
+// A wgrad: one matrix for each expert, all of one size. Or, with one expert, a list of matrices of any sizes. The
+// matrices of a list contract over the same rows of A and B, and a work tile's `expert` is the index in the list.
 struct Wgrads : Groups {
     const uint8_t *a, *b;  // scales: per matrix (chunks, M) and (chunks, N), one matrix after another
     int chunks, matrices;  // matrices: 1 with experts
     Matrix list[MX_MATRICES];
 
-    // A work tile's matrix, and the index of its TMA map; and its index in that map.
+    // A work tile's matrix, which is also the index of its TMA map; and the index of the tile's expert in this map.
     __device__ __forceinline__ int map_of(const WorkItem& item) const { return matrices > 1 ? item.expert : 0; }
     __device__ __forceinline__ const Matrix& of(const WorkItem& item) const { return list[map_of(item)]; }
     __device__ __forceinline__ int depth_of(const WorkItem& item) const { return matrices > 1 ? 0 : item.expert; }
 };
 
-// The tile scheduler of one matrix after another. A tile's m and n are those of all of A and B.
+// The tile scheduler of one matrix after another. A tile's m and n count from the first matrix of A and B.
 struct WgradScheduler : TileScheduler<MxWgrad> {
     const Wgrads& all;
     int matrix, before;  // the current matrix; work tiles before it

@@ -1,6 +1,6 @@
 // Statistics of the quantization error. Bound by instructions: about 50 per element (7 in float64) for 2 bytes read.
-// The kernel runs once every --mx-stats steps, so it is kept simple. Each element is fake-quantized in registers twice:
-// with its scale, and with its block's own scale (align 1). No q is written.
+// The kernel runs once every --mx-stats steps, so it may be slow and simple. Each element is fake-quantized in
+// registers twice: with its scale, and with its block's own scale (align 1). No q is written.
 //
 // A warp takes 256 columns of a row at a time, one 16-byte vector per lane. Each lane accumulates the six sums. A
 // thread block reduces them over its warps, and a second kernel over the blocks.

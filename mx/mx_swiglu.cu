@@ -17,8 +17,8 @@
 // patches of 16 rows x 8 columns (mxfp8_patch.cuh) and quantize column-wise. The occupancy is two blocks per SM, so
 // that one loads while the other quantizes.
 //
-// Expert rows need the dot product <da', a>, so one block owns whole rows. Shared-expert and dense rows do not need it,
-// and they are fewer, so their columns are split over blocks.
+// Expert rows need the dot product <da', a>, so one block owns whole rows. Shared-expert and dense rows are fewer and
+// need no dot product, so their columns are split over blocks.
 #include "mx/mx_swiglu.h"
 
 #include "grouped/experts.cuh"

@@ -13,15 +13,15 @@
 void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged ragged, int64_t F, int32_t scale_mode, Ctx* ctx);
 
 // Backward: dh (capacity, 2F) quantized row-wise for dgrad (out), and into channels (mx_quantize_channels) for wgrad.
-// dh is rounded to floatX first, and in floatX it is never written (NULL). `a` is the dequantized result of
+// dh is first rounded to floatX, but dh in floatX is not written (tensors.dh is NULL). `a` is the dequantized result of
 // mx_swiglu_quantize, not rounded again. On the GPU q equals that of experts_swiglu_backward and mx_quantize_both to
 // the bit. F is a multiple of 128.
 //
-// With ragged.row_gate NULL the rows are the `capacity` tokens of a dense MLP. It is then swiglu_backward
+// With ragged.row_gate NULL the rows are the `capacity` tokens of a dense MLP. The function is then swiglu_backward
 // (layers/swiglu.h) and mx_quantize_both: gates are 1, `a` is not quantized, and drow_gate is not written.
 void mx_swiglu_backward_both(MxBytes out, MxBytes channels, ExpertsBackward tensors, int64_t length, Ragged ragged,
                              int64_t F, int32_t scale_mode, Ctx* ctx);
 
-// drow_gate and gated_a of experts_swiglu_backward once more, for an `a` that forward has quantized: gated_a holds that
-// a, with zeros in pad rows.
+// Computes drow_gate and gated_a of experts_swiglu_backward for an `a` that forward has quantized. On entry gated_a
+// holds this `a`, with zeros in pad rows.
 void experts_gate_backward(ExpertsBackward tensors, Ragged ragged, int64_t F, Ctx* ctx);

@@ -16,14 +16,14 @@ static inline BOTH_SIDES float mx_scale_value(uint32_t s) {
     return float_of_bits(s == 255 ? 0x7fffffffu : s == 0 ? 0x00400000u : s << 23);
 }
 
-// 2^(127 - s): the factor of x before it is rounded to e4m3. It is a normal number, because no finite block has s >
+// 2^(127 - s): the factor of x before rounding to e4m3. The factor is a normal number, because no finite block has s >
 // 247. The product is exact in float32, or so small that it is rounded to 0 anyway.
 static inline BOTH_SIDES float mx_scale_inverse(uint32_t s) {
     return float_of_bits(s == 255 ? 0x7fffffffu : (254 - s) << 23);
 }
 
-// Adds x to the statistics, all but `inexact`, unless its value is NaN. scaled: x as it is rounded; `most`: the largest
-// value there.
+// Adds x to the statistics, except to `inexact`, unless `value` is NaN. scaled: x times the factor before rounding.
+// most: the largest magnitude to which `scaled` can be rounded.
 static inline BOTH_SIDES void stats_add(QuantizationStats* stats, float x, float scaled, float most, float value) {
     if (value != value) return;
     stats->elements += x != 0;

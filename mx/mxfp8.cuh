@@ -31,7 +31,7 @@ static __device__ __forceinline__ uint32_t largest(const uint4& p) {
 
 static __device__ __forceinline__ uint32_t higher_half(uint32_t pair) { return max(pair & 0xffff, pair >> 16); }
 
-// The scale byte. amax: a magnitude; rounding_bias: the rounding bias of rounding_bias_of.
+// The scale byte of a block. amax: the bits of its largest magnitude; rounding_bias: of rounding_bias_of.
 static __device__ __forceinline__ uint32_t scale_of(uint32_t amax, uint32_t rounding_bias) {
     return amax >= 0x7f80 ? MX_NAN : (uint32_t)max((int)((amax + rounding_bias) >> 7) - 8, 0);
 }

@@ -1,6 +1,6 @@
 // MXFP8 quantization and dequantization (OCP Microscaling Formats 1.0): e4m3 elements in blocks of 32. A block runs
 // along the contraction of the GEMM, so its scale is one factor in front of a sum of 32 products. The three GEMMs of a
-// linear layer contract over different axes. An operand of two of them is quantized for each, or (W) in square tiles:
+// linear layer contract over different axes. An operand of two GEMMs is quantized twice, or (W) once in square tiles:
 //
 //   forward  y  = x W^T    contracts over IC      x row-wise (1x32), W row-wise
 //   dgrad    dx = dy W     contracts over OC      dy row-wise, W column-wise (32x1)
@@ -26,8 +26,8 @@
 // bf16. Subnormal numbers are not flushed. Zeros, and elements that are rounded to zero, keep their sign (q = 0x80).
 //
 // Align 128: the blocks of each chunk of 128 along the contraction share one s, from the chunk's amax. A chunk at the
-// end of a row may be shorter. x is rounded once, with that s. The result is still MX, and the fast GEMMs on Hopper
-// need it. Their weights have one s for each tile of 128 x 128, so that one quantization serves both orientations.
+// end of a row may be shorter. x is rounded once, with this s. The result is still MX. The fast GEMMs on Hopper need
+// align 128. Their weights have one s for each tile of 128 x 128: one quantization serves both orientations.
 //
 // Two layouts of a matrix (rows, columns) in MXFP8:
 //
@@ -44,7 +44,8 @@ typedef enum { MX_RCEIL, MX_FLOOR } MxScale;
 // scale: an MxScale. align: 1 or 128; mx_quantize_channels: 128 or 512.
 typedef Recipe MxRecipe;
 
-// Elements of a block, of a chunk (align 128), of a 512-row scale group; its least scale byte; the scale byte of NaN.
+// Elements of a block, a chunk (align 128), a 512-row scale group; the least scale byte of such a group; NaN's scale
+// byte.
 enum { MX_BLOCK = 32, MX_CHUNK = 128, MX_RUN = 512, MX_RUN_LEAST = 40, MX_NAN = 255 };
 
 // An MXFP8 tensor: its elements, and its scale bytes.
@@ -86,13 +87,14 @@ void mx_round_weight(floatX* out, floatX* transposed, const floatX* w, int64_t c
 //
 //   q:  | group 0's rows | zeros | group 1's rows | zeros | ..     each group starts at a multiple of 128
 //
-// On the GPU that start is group_start, where x has the pad rows already; they are zeros, also those after capacity. On
-// the CPU x has no pad rows, so they are inserted here.
+// On the GPU a group's start in q is group_start, because x already has the pad rows, which are zeros, up to `length`.
+// On the CPU x has no pad rows, so zeros are inserted.
 //
 // Align 128: one scale for each channel and chunk of 128 rows. Align 512: four consecutive chunks of a group, counted
 // from its start, share one scale, which is repeated four times. A 512-row scale group whose scale would be below
-// MX_RUN_LEAST is flushed to zeros (its elements are at most 2^-78). That keeps the ratio of two scales of a channel
-// inside float32 while values are below 2^49.
+// MX_RUN_LEAST is flushed to zeros (its elements are at most 2^-78). The flush keeps the ratio of two scales of a
+// channel inside float32 while values are below 2^49.
+// The length of a channel: the rows of all groups, with the zeros after each group.
 static inline int64_t mx_channel_length(int64_t capacity, int32_t El, Backend backend) {
     return backend == BACKEND_CUDA ? round_up(capacity, MX_CHUNK) : ragged_rows(capacity, El, BACKEND_CUDA);
 }
@@ -104,8 +106,8 @@ static inline MxBytes mx_from_channel(MxBytes channels, int64_t first, int64_t l
 }
 void mx_quantize_channels(MxBytes out, const floatX* x, int64_t length, Ragged ragged, int64_t columns, MxRecipe recipe,
                           Ctx* ctx);
-// The same for row-wise MXFP8 input, which is dequantized and quantized column-wise. tokens 1: the input is (N,
-// columns), by token, and is permuted to its rows; 0: it is ragged rows (capacity, columns).
+// mx_quantize_channels for row-wise MXFP8 input, which is dequantized and quantized column-wise. tokens 1: the input is
+// (N, columns), by token, and is permuted to ragged rows; 0: the input is ragged rows (capacity, columns).
 void mx_requantize_channels(MxBytes out, MxBytes from, int tokens, int64_t length, Ragged ragged, int64_t columns,
                             MxRecipe recipe, Ctx* ctx);
 

@@ -60,7 +60,7 @@ struct ByteRows {
     const int32_t* row_token;  // NULL: rows are read without permutation
     int64_t stride;
 
-    // Bound by instructions, so each address takes one: a multiplication of 32 bits to 64.
+    // The kernel is bound by instructions, so each address takes one instruction: a multiplication of 32 bits to 64.
     __device__ __forceinline__ void load(uint4 p[PATCH_ROWS], int64_t row, int64_t c, int64_t columns) const {
         int32_t at[PATCH_ROWS];
 #pragma unroll
@@ -96,9 +96,9 @@ struct ByteRows {
 };
 
 // mx_quantize_channels and mx_requantize_channels. A thread block has DOWN x ACROSS warps. It walks an expert's rows in
-// chunks (2 x 2 warps: 128 rows x 128 columns) or in 512-row scale groups (8 x 1 warps: 512 rows x 64 columns). Each of
-// these has one scale per column. As in permute_rows, blocks take the same slice of every expert before the next
-// slice.
+// chunks (2 x 2 warps: 128 rows x 128 columns) or in 512-row scale groups (8 x 1 warps: 512 rows x 64 columns). A chunk
+// or a 512-row scale group has one scale per column. As in permute_rows, blocks take the same slice of every expert
+// before the next slice.
 template <typename Source, int DOWN, int ACROSS>
 static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 5 : 0)
     channels_kernel(uint8_t* q, uint8_t* scale, Source source, Ragged r, int64_t length, int64_t columns,
@@ -148,8 +148,8 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
 
 #pragma unroll
     for (int i = 0; i < PATCH_ROWS / 2; i++) {
-        // Row amax, two rows at a time; each of a row's eight lanes writes two rows. Then column amax. Its barriers
-        // also cover of_rows.
+        // Row amax, two rows at a time; each of a row's eight lanes writes two rows. Then column amax. The barriers in
+        // largest_of_chunk also cover of_rows.
         const uint32_t two =
             largest_of_lanes<8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
         if (lane % 8 == i) of_rows[warp % 2][in_chunk / 2 + i] = two;

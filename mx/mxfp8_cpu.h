@@ -13,8 +13,8 @@ static inline uint8_t e4m3_of(float x) {
     uint32_t u = bits_of(x), sign = u >> 24 & 0x80, a = u & 0x7fffffff;
     if (a > 0x7f800000) return 0x7f;
     if (a >= bits_of(448)) return sign | 0x7e;
-    // Below 2^-6 the step of e4m3 is 2^-9. A float32 from 2^14 on has the same step, so adding 2^14 rounds.
-    // The difference of the bits is then the e4m3 mantissa.
+    // Below 2^-6 the step of e4m3 is 2^-9. A float32 from 2^14 on has the same step, so adding 2^14 rounds. The
+    // difference of the bits is the e4m3 mantissa.
     if (a < bits_of(0x1p-6f)) return sign | (bits_of(float_of_bits(a) + 0x1p14f) - bits_of(0x1p14f));
     // Drops 20 mantissa bits, half to even. A carry out of the mantissa correctly increments the exponent.
     a += 0x7ffff + (a >> 20 & 1);
@@ -41,7 +41,7 @@ static inline int scale_of(const floatX* x, int64_t stride, int64_t rows, int64_
     return s > 0 ? s : 0;
 }
 
-// Quantizes them; the bytes of element (r, c) go to q[r q_row + c q_column].
+// Quantizes rows x columns elements with scale s. The byte of element (r, c) goes to q[r q_row + c q_column].
 static inline void quantize_blocks(uint8_t* q, int64_t q_row, int64_t q_column, const floatX* x, int64_t stride,
                                    int64_t rows, int64_t columns, int s) {
     const float factor = mx_scale_inverse(s);

@@ -1,7 +1,6 @@
 // Device functions of column-wise quantization. A lane takes a patch of 16 rows x 8 columns, a warp 64 x 64. Eight
 // lanes are side by side, and four of these rows of lanes cover two blocks of 32 rows. The result q is transposed in
-// registers, 4 x 4 bytes at a time. It is stored in 16-byte vectors, so that a warp writes 64 adjacent bytes of a row
-// of the result.
+// registers, 4 x 4 bytes at a time. Stores are 16-byte vectors, so that a warp writes 64 adjacent bytes of a row of q.
 #pragma once
 
 #include "mx/mxfp8.cuh"
@@ -69,8 +68,9 @@ static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, co
     }
 }
 
-// Column amax over a thread block of DOWN x ACROSS warps; a word has two columns. It reduces over this lane's patch,
-// then its column of lanes (shuffles), then the DOWN warps (shared memory). All threads of the block must call it.
+// Column amax over a thread block of DOWN x ACROSS warps; a word has two columns. The amax is reduced over the lane's
+// patch, then its column of lanes (shuffles), then the DOWN warps (shared memory). All threads of the block must call
+// this.
 template <int DOWN, int ACROSS>
 static __device__ __forceinline__ void largest_of_chunk(uint32_t pair[4], const uint4 p[PATCH_ROWS],
                                                         uint4 (&of_warp)[DOWN * ACROSS][8]) {
@@ -87,8 +87,8 @@ static __device__ __forceinline__ void largest_of_chunk(uint32_t pair[4], const 
     for (int j = warp % ACROSS; j < DOWN * ACROSS; j += ACROSS) keep_larger(pair, of_warp[j][lane % 8]);
 }
 
-// Quantizes a patch column-wise, columns c .. c + 7. pair: their amax over ROWS rows, a chunk or a 512-row scale group.
-// `first`: this lane writes the chunk's scales, eight in one store.
+// Quantizes a patch column-wise, columns c .. c + 7. pair: the columns' amax over ROWS rows, a chunk or a 512-row scale
+// group. `first`: this lane writes the chunk's scales, eight in one store.
 template <int ROWS>
 static __device__ __forceinline__ void quantize_channels(uint8_t* q, uint8_t* scale, const uint4 p[PATCH_ROWS],
                                                          const uint32_t pair[4], bool first, int64_t row, int64_t c,
