@@ -1,6 +1,6 @@
 // Collectives through MPI, with sums whose rounding does not depend on time. Reduce-scatter: every rank receives all
-// ranks' values of its share of the elements, and adds them in rank order. An all-reduce is that, followed by an
-// all-gather of the shares:
+// ranks' values of its share of the elements, and adds them in rank order. An all-reduce is a reduce-scatter, followed
+// by an all-gather of the shares:
 //
 //   rank 0   a0 b0 c0         a0 a1 a2         a               a b c
 //   rank 1   a1 b1 c1   ->    b0 b1 b2   ->      b       ->    a b c

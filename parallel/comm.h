@@ -8,9 +8,9 @@
 #include "parallel/ranks.h"
 
 // A communicator: a group of ranks whose device memory is connected. A group of one rank works too, and costs nothing.
-// `group` may be freed after comm_create.
+// `group` may be freed after comm_create. An error of NCCL or MPI ends the run.
 typedef struct Comm Comm;
-Comm* comm_create(Ranks* group, const char* name, Ctx* ctx);  // name: in messages, as "all ranks"
+Comm* comm_create(Ranks* group, const char* name, Ctx* ctx);  // name: for messages, such as "all ranks"
 void comm_destroy(Comm* comm);
 int comm_count(const Comm* comm);
 int comm_index(const Comm* comm);
@@ -25,8 +25,8 @@ typedef enum { SUM_REAL, SUM_DOUBLE, SUM_I64, MAX_REAL } Reduction;
 void comm_all_reduce(Comm* comm, void* data, int64_t n, Reduction reduction, Ctx* ctx);
 
 // All-to-all of rows. For each rank i: rows send_start[i] .. + send_rows[i] of `send` go to rank i, and recv_rows[i]
-// rows from it arrive at recv_start[i]. The four arrays are host memory and are read at once. Several buffers with the
-// same number of rows are sent together. To send rows back, swap send and recv.
+// rows from it arrive at recv_start[i]. The four arrays are in host memory, and are read during the call. Several
+// buffers with the same number of rows are sent together. To send rows back, swap send and recv.
 typedef struct ExchangeRows {
     const int64_t *send_start, *send_rows, *recv_start, *recv_rows;  // (count of the group) each
 } ExchangeRows;
@@ -35,6 +35,6 @@ typedef struct ExchangeBuffer {
     const void* send;
     size_t row_bytes;
 } ExchangeBuffer;
-// The most buffers of one call.
+// The most buffers of one comm_exchange.
 enum { EXCHANGE_BUFFERS = 8 };
 void comm_exchange(Comm* comm, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx);

@@ -1,7 +1,8 @@
 // Windows of NCCL: the GPUs of an NVLink domain store into each other's memory. A kernel of PUSH_BLOCKS thread blocks
 // copies the rows; the other SMs stay free for the work that overlaps. Each block has two barriers with the blocks of
-// the same number on the other GPUs. The first: received rows may overwrite rows that a rank still reads. The second:
-// then all rows have arrived. (NCCL user guide, "Device-Initiated Communication": LSA.)
+// the same number on the other GPUs. The first barrier is before the copy, because received rows may overwrite rows
+// that a rank still reads. After the second barrier all rows have arrived. (NCCL user guide, "Device-Initiated
+// Communication": LSA.)
 #include "parallel/comm_nccl.cuh"
 #include "parallel/slices.h"
 

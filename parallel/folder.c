@@ -1,4 +1,5 @@
-// The lock of a run's folder: an open file that only one process can lock. Its text names the holder.
+// The lock of a run's folder: an open file that only one process can lock. The file's text names the process with the
+// lock.
 #include "parallel/folder.h"
 
 #include <errno.h>

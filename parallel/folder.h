@@ -6,8 +6,7 @@
 // Makes `out`, locks it, and checks its contents: a folder that has a run is accepted only with `resume`. On errors
 // ends the run with a message that names the folder and the reason. If locks do not work there is only a warning.
 void folder_open(const char* out, int resume);
-// Ends the run if the name of the lock is not that of the file which folder_open locked: it, or the folder, was
-// removed, renamed or replaced. Another run may be in it then. Called before anything in it is written, replaced or
-// removed.
+// Ends the run if the lock, or its folder, was removed, renamed or replaced since folder_open: another run may use the
+// folder. Called before anything in the folder is written, replaced or removed.
 void folder_check(void);
-void folder_close(void);
+void folder_close(void);  // removes the lock

@@ -1,4 +1,4 @@
-// Each launcher has names of its own. mpirun's come first: within a Slurm job, mpirun itself may be started by srun.
+// Each launcher has its own variables. mpirun's variables are read first: within a Slurm job srun may start mpirun.
 #include "parallel/launch.h"
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// The parameter buffers: this rank's part, and its memory. With one rank the part is the whole.
+// The parameter buffers: this rank's part of a buffer, and its memory. With one rank the part is the whole buffer.
 #include "device/check.h"
 #include "parallel/sharding.h"
 

@@ -1,5 +1,5 @@
-// Lists checkpoints, checks them and loads them. A checkpoint is checked in this order. The first error refuses it, on
-// all ranks with the same reason:
+// Lists checkpoints, checks them and loads them. A checkpoint is checked in this order. The first error refuses the
+// checkpoint, on all ranks with the same reason:
 //
 //   checkpoint_manifest   its CRC-32, its format, its options, the step that it names, its number of updates
 //   check_files           the size and CRC-32 of every file that it lists; the ranks share the files

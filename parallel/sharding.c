@@ -1,5 +1,5 @@
-// Two streams: one computes, the side stream runs the all-gathers and reductions. They wait for each other by events;
-// the host never waits. A stream works in the order of the calls, so a few events are enough:
+// Two streams: ctx's stream computes, the side stream runs the all-gathers and reductions. The streams wait for each
+// other by events; the host never waits. A stream works in the order of the calls, so a few events are enough:
 //
 //   one per unit   gathered: its weights have arrived
 //   two per slot   free: its weights are no longer in use;  reduced: its gradients have been reduced

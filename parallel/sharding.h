@@ -71,7 +71,7 @@ typedef struct ParamBuffer {
     void *m, *v;                // (owned), (owned - muon_owned): real or bf16, by the layout; Muon has no v
     real* grad;                 // (n): the output of backward, from grads_get to grads_reduce
     real* own_grad;             // (part): this rank's part of the sum over the ranks
-    floatX* rounded_grad;       // (n): in place of both where backward writes a gradient once and no sum follows
+    floatX* rounded_grad;       // (n): instead of grad and own_grad if backward writes once, and no sum follows
 } ParamBuffer;
 
 // The buffers of a unit. The expert buffer may have 0 elements.
@@ -82,15 +82,15 @@ typedef struct Sharding Sharding;
 // Cuts a buffer of `n` elements without padding, and sets the fields n .. shard. Weight decay applies to the first
 // n_decay elements, and Muon trains the first n_muon.
 void sharding_cut(ParamBuffer* buffer, int64_t n, int64_t n_decay, int64_t n_muon, int parts, int index, Shard shard);
-// The number of elements that Muon trains: of part `index`, and of the owned elements. They come first.
+// The number of elements that Muon trains: in part `index`, and among the owned elements. Muon's elements come first.
 int64_t muon_part(const ParamBuffer* buffer, int index);
 int64_t muon_owned(const ParamBuffer* buffer);
 // The moments m from owned element `at` on.
 void* moments_at(const ParamBuffer* buffer, int64_t at, int bf16_moments);
-// The gradients of the owned elements from `at` on. One of the two is NULL.
+// The gradients of the owned elements from `at` on. One of the two functions returns NULL.
 const real* grad_at(const ParamBuffer* buffer, int64_t at);
 const floatX* rounded_grad_at(const ParamBuffer* buffer, int64_t at);
-// Names the buffer's arrays in `arena`. rounded 1: its gradient is rounded to floatX. Only whole buffers that one rank
+// Names the buffer's arrays in `arena`. rounded 1: the gradient is rounded to floatX, only for buffers that one rank
 // owns alone, in steps of one micro-step.
 void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments, int rounded);
 // Whether weights or gradients are sharded, and so are gathered or reduced in slots.
@@ -106,23 +106,23 @@ void sharding_connect(Sharding* sharding, Comm* world, Comm* expert_dp, size_t w
 void sharding_destroy(Sharding* sharding);
 
 // Prefetch: weights_start starts the all-gather of a unit's weights, unless they are in the slot or in flight. Use:
-// weights_get also starts it, and makes ctx wait for the weights; the host does not wait. Then weights_release frees
-// the slot for the next unit. Between get and release of a unit, only its neighbours may be started. The pointers
-// `weight` and `grad` do not change after sharding_connect, only the contents do.
+// weights_get also starts the all-gather, and makes ctx wait for the weights; the host does not wait. Then
+// weights_release frees the slot for the next unit. Between get and release of a unit, only its neighbours may be
+// started. The pointers `weight` and `grad` do not change after sharding_connect, only the contents do.
 void weights_start(Sharding* sharding, int unit);
 void weights_get(Sharding* sharding, int unit, Ctx* ctx);
 void weights_release(Sharding* sharding, int unit, Ctx* ctx);
-// The owned weights have changed (start, resume, update): gathered copies are out of date. experts 0: those of the
-// experts have not, as in an update in which the experts wait.
+// The owned weights have changed (start, resume, update): gathered copies are out of date. experts 0: the experts'
+// weights have not changed, because Muon updated only their momentum (Step.waits).
 void weights_changed(Sharding* sharding, int experts, Ctx* ctx);
-int64_t weights_version(const Sharding* sharding, int buffer);  // the number of its changes, from 1
+int64_t weights_version(const Sharding* sharding, int buffer);  // the number of weights_changed calls for it, from 1
 
 // grads_get makes ctx wait until the unit's gradient buffers are free, and sets `fresh`. All buffers are fresh in a
 // step's first micro-step, buffers in a slot always. Otherwise gradients accumulate (gradient accumulation).
 //
 // grads_reduce sums the unit's gradients over the ranks, on the side stream, and returns that stream. Sharded gradients
 // are reduce-scattered in every micro-step, and own_grad accumulates. Replicated gradients are reduced only in the last
-// micro-step. Work that needs the sums is queued on the returned stream then.
+// micro-step. In the last micro-step, queue work that needs the sums on the returned stream.
 void grads_get(Sharding* sharding, int unit, int first_micro_step, Ctx* ctx);
 Ctx* grads_reduce(Sharding* sharding, int unit, int first_micro_step, int last_micro_step, Ctx* ctx);
 

@@ -20,7 +20,7 @@ Path step_path(const char* out, int64_t step, const char* suffix);  // out/step_
 int64_t step_number(const char* name, const char* suffix);          // the step of a name without `out`; -1: none
 uLong crc_of(const void* data, size_t bytes);
 
-// The first of n elements that is not finite, or n. Bytes (ST_U8) are.
+// The first of n elements that is not finite, or n. Bytes (ST_U8) are always finite.
 int64_t first_not_finite(const void* values, int64_t n, StDtype dtype);
 
 // A contiguous range of bytes of a file, its CRC-32 and its element type. Files are numbered in the checkpoint's order,
@@ -29,22 +29,23 @@ typedef struct FileSlice {
     int64_t file, offset, bytes;
     uint64_t crc;
     int64_t dtype;     // ST_U8: text
-    const char* data;  // of the rank that has the slice
+    const char* data;  // only on the rank that has the slice
 } FileSlice;
 
-// All-gather of the ranks' slices, sorted, in fresh memory.
+// All-gather of the ranks' slices, sorted by file and offset, in fresh memory; *total gets their number.
 FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int64_t* total);
 
-// *crc gets the CRC-32 of a file, joined from those of its slices. Returns whether they cover each byte of the file
-// once. *next is the first unused slice: calls are in the order of the files.
+// *crc gets the CRC-32 of a file, joined from the CRC-32s of its slices. Returns whether the slices cover each byte of
+// the file once. *next is the first unused slice: calls are in the order of the files.
 bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t bytes, uLong* crc);
 
-// True on every rank if all are well. Else false on the first that is not, which must end the run. The others wait here
-// and never return: one rank prints the reason, and none uses files that it removes.
+// True on every rank if all ranks are well. Else false on the first rank that is not well: this rank must end the run.
+// All other ranks wait here and never return. So one rank alone prints the reason, and no rank uses files that it
+// removes.
 bool ranks_well(Ranks* group, bool well);
 
 // On every rank the reason of the first rank that has one, in fresh memory; NULL: none has one. Frees `why`.
 char* ranks_reason(Ranks* group, char* why);
 
-// Ends the run if `same` is false on a rank: it does not see the same contents of `out` as rank 0.
+// Ends the run if `same` is false on a rank: that rank does not see the same contents of `out` as rank 0.
 void ranks_must_share(Ranks* world, const char* out, bool same);

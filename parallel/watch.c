@@ -8,7 +8,7 @@
 //     ranks that have done the fewest waits
 //     ranks in another wait
 //
-//   A rank waits even longer. Then rank 0 should have ended the run and has not. The rank ends it and names rank 0.
+//   A rank waits even longer, because rank 0 has not ended the run. Then the rank ends the run, and names rank 0.
 #include "parallel/watch.h"
 
 #include <pthread.h>
@@ -178,8 +178,8 @@ static int collect(double seconds) {
     Progress note;
     while ((from = ranks_poll(watcher.group, &note, sizeof(note))) >= 0) watcher.ranks[from] = note;
 
-    // After this process itself was stopped, its record is out of date, and it may have been continued only to be
-    // ended. So it judges only when it has been awake for SILENCE seconds.
+    // A rank 0 that was stopped (SIGSTOP) has an old record of the notes, and may have been continued only to be
+    // killed. So rank 0 judges only after it has been awake for SILENCE seconds.
     watcher.awake = seconds < 1 ? watcher.awake + seconds : 0;
     if (watcher.awake > SILENCE) judge();
     for (int i = 1; i < count; i++) {

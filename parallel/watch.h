@@ -14,30 +14,30 @@
 
 // Collective over the world. `seconds` is the limit for one wait.
 void watch_start(Ranks* world, double seconds);
-// An alarm for the start, before watch_start, which removes it: this process ends if the start takes longer than
-// `seconds`. `what` is for its message. 0 removes the alarm.
+// An alarm for the start: this process ends if watch_start is not called within `seconds`. `what` names the start in
+// the message. seconds 0 removes the alarm.
 void watch_alarm(double seconds, const char* what);
 // Ends this rank's watchdog. Rank 0 waits here for the other ranks to stop theirs, within the limit of any wait.
 void watch_stop(void);
 
-// The first step is done. Messages before it add that the start may need a longer limit.
+// Call this when the first step is done. Messages before it add that the start may need a longer limit.
 void watch_settled(void);
 
 // Call these around every wait of the host for other ranks. `what` names the wait ("dispatch", "all-gather"). A wait
-// inside another counts as the outer one. Without watch_start they do nothing. Only the thread that called watch_start
-// is watched: waits of other threads do not count.
+// inside another wait counts as the outer wait. Without watch_start these calls do nothing. Only the thread that called
+// watch_start is watched: waits of other threads do not count.
 void watch_begin(const char* what);
 void watch_end(void);
-// A helper is a thread that every rank has, for which the watched one may have to wait (a save). It calls watch_helper
-// first. watch_join joins it, and meanwhile the helper's waits are the rank's, by the name `what`: the limit applies to
-// each, and a rank whose helper does not wait for others is at work.
+// A helper is a thread that every rank has, for which the watched thread may have to wait (a save). A helper first
+// calls watch_helper. watch_join joins the helper, and meanwhile the helper's waits count as the rank's waits named
+// `what`. The limit applies to each wait. A rank whose helper does not wait for other ranks is at work.
 void watch_helper(void);
 void watch_join(pthread_t helper, const char* what);
 
-// For waits of the device, which the host does not see: the watchdog's thread calls the probe a few times a second. It
-// does so until another watch_probe returns; watch_probe(NULL) removes the probe.
+// For waits of the device, which the host does not see: the watchdog's thread calls the probe a few times a second,
+// until another watch_probe returns. watch_probe(NULL) removes the probe.
 //
-// A probe returns the number of collectives done so far. It sets *pending to the name of the oldest one that is queued
-// and not done. NULL: there is none. The name must stay valid as long as the probe. A probe may die() on errors.
+// A probe returns the number of collectives done so far. The probe sets *pending to the name of the oldest collective
+// that is queued and not done; NULL: none. The name must stay valid as long as the probe. A probe may die() on errors.
 typedef int64_t (*WatchProbe)(const char** pending);
 void watch_probe(WatchProbe probe);
