@@ -1,5 +1,5 @@
-// Each tensor of a checkpoint of the model is looked up in all files. Tensors that no parameter asked for are refused
-// at the end.
+// Each tensor of the model's checkpoint is looked up in all files of the folder. Tensors that no parameter asked for
+// are refused at the end.
 #include "pretrained/import.h"
 
 #include <errno.h>

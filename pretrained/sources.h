@@ -5,8 +5,8 @@
 #include "data/tokenizer.h"
 #include "model/persist.h"
 
-// The options (settings_read), and with --resume those of the newest good checkpoint in --out. *resumes: there is one.
-// Ends the run on options that do not fit. All ranks together.
+// The options (settings_read), with --resume also from the record of the newest good checkpoint in --out. *resumes:
+// there is such a checkpoint. Options that do not fit end the run. Collective. settings_free frees the result.
 Settings sources_settings(Ranks* world, int argc, char** argv, bool* resumes);
 
 // The data of a run, or of the use of a model.
@@ -15,18 +15,18 @@ typedef struct Sources {
     Loader* loader;       // of train
     Tokenizer* tokenizer;
     DataHash hash;        // of train and tokenizer
-    int64_t val_windows;  // that a validation reads: the first --val-tokens of val, one window at least
-    double val_bytes;     // of text, a token of these; 0: some token has no text, or the tokenizer is not known
-    Choices* questions;   // of --eval: question_files of them, of different names
+    int64_t val_windows;  // windows of a validation: the first --val-tokens of val, one window at least
+    double val_bytes;     // bytes of text a validation token; 0: a token has no text, or no tokenizer is known
+    Choices* questions;   // of --eval: question_files files, of different names
     int question_files;
 } Sources;
 
-// Opens the data of the options. All of it is the same on all ranks, and there is one tokenizer: that of --tokenizer.
-// Without one, tokens are bytes if the model has no others (--vocab up to 257), with --evaluate, or if none of the
-// first in --train is beyond 256; else the tokenizer has no tokens. Ends the run where
+// Opens the data of the options; sources_close frees them. The data must be the same on all ranks, and have one
+// tokenizer: that of --tokenizer. Without --tokenizer, tokens are bytes with --vocab up to 257, with --evaluate, or if
+// --train begins with tokens up to 256 alone. Else the tokenizer has no tokens. Ends the run if
 //
-//   tokenizers differ      a shard's, that of a file of questions, that of the model of --init, --sample or --evaluate;
-//                          not where resumes: then the folder of --init is not read
+//   tokenizers differ      of a shard, a file of questions, or the model of --init, --sample or --evaluate; a run that
+//                          resumes does not read the folder of --init
 //   samples are no text    the tokenizer does not fit the model, or has no tokens; a prompt needs tokens that are bytes
 //   questions do not fit   the model knows no such ids, an ending has a token without bytes
 //
@@ -34,6 +34,6 @@ typedef struct Sources {
 Sources sources_open(Ranks* world, const Settings* settings, bool resumes);
 void sources_close(Sources* sources);
 
-// The first weights: of the newest good checkpoint with --resume, else new or of a folder (pretrained/import.h). Prints
-// which. Returns the step of the checkpoint, 0 without.
+// Sets the first weights: from the newest good checkpoint with --resume, else new weights or from a folder
+// (pretrained/import.h). Prints the source. Returns the step of the checkpoint; 0: there was none.
 int64_t sources_weights(const Sources* sources, const Settings* settings, Ranks* world, Model* model);
