@@ -36,17 +36,17 @@ def read_shard(path):
     if len(body) != count * tokens.itemsize:
         fail(f"{path}: its header says {count} tokens of {tokens.itemsize} bytes, the file holds {len(body)} bytes of them")
     if count < 2:
-        fail(f"{path}: no two tokens are in it")
+        fail(f"{path}: it has fewer than two tokens")
     tokens.frombytes(body)
     return tokens
 
 
 def main():
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
-    parser.add_argument("train")
-    parser.add_argument("val")
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--val-tokens", type=int, default=65536)
+    parser.add_argument("train", help="a training shard")
+    parser.add_argument("val", help="a validation shard")
+    parser.add_argument("--seq-len", type=int, default=256, help="tokens of a sequence (256)")
+    parser.add_argument("--val-tokens", type=int, default=65536, help="tokens of the validation (65536)")
     args = parser.parse_args()
     if args.seq_len < 1 or args.val_tokens < 1:
         parser.error("--seq-len and --val-tokens are at least 1")

@@ -33,7 +33,7 @@ class Panel:
         self.x1 = max([1] + [point[0] for point in points])
         self.y0, self.y1 = y_range or (min(ys), max(ys))
         if log_y and self.y0 < LEAST:
-            fail(f"--log-y: {label} (and --y-range) must be at least {LEAST:g}, and it goes down to {self.y0:g}")
+            fail(f"--log-y: {label} must be at least {LEAST:g}, and goes down to {self.y0:g}; give a higher --y-range")
         if y_range:
             return
         if log_y:

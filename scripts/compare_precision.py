@@ -349,9 +349,9 @@ def arguments():
     program = ROOT / "build/cuda/train_moe"
     if not program.exists() or b"GPU" not in subprocess.run("timeout 10 nvidia-smi -L", shell=True, capture_output=True).stdout:
         program = ROOT / "build/cpu/train_moe"
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FOLDER", help="of the runs and the picture")
+    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FOLDER", help="folder for the runs and the picture")
     parser.add_argument("--precisions", default=PRECISIONS, metavar="NAMES",
-                        help=f"next to bf16: choices of --precision, with commas between (default: {PRECISIONS})")
+                        help=f"precisions to compare with bf16, with commas between (default: {PRECISIONS})")
     parser.add_argument("--gemms", action="append", default=[], metavar="NAME",
                         help=f"a table by GEMM: this precision of {', '.join(GEMMS)} alone, and of all; may be repeated")
     parser.add_argument("--from", type=pathlib.Path, metavar="FOLDER", dest="weights",
@@ -365,7 +365,7 @@ def arguments():
                         help="seeds of bf16; those after the first have rows of their own (default: 1)")
     parser.add_argument("--all-seeds", action="store_true", help="run every set with the seeds of --seeds; rows are means")
     parser.add_argument("--window", type=int, metavar="STEPS",
-                        help="of the smoothing (default: 50, or a tenth of the steps if that is less)")
+                        help="steps of the smoothing (default: 50, or a tenth of the steps if that is less)")
     parser.add_argument("--launch", type=shlex.split, default=[], metavar="COMMAND",
                         help="command that starts the ranks, such as 'mpirun -np 4'")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at a time, each on one GPU (default: 1)")
@@ -399,7 +399,7 @@ def arguments():
     for option in common + [option for options in args.options.values() for option in options]:
         name = option.split("=")[0]
         if name in ("--out", "--resume", "--seed", "--help", "-h", "--version", "--dry-run"):
-            parser.error(f"{name} among train_moe's options: it is chosen here for each run")
+            parser.error(f"{name} among train_moe's options: leave it out, the script sets it for each run")
     for name in (option.split("=")[0] for option in common):
         if re.fullmatch(r"--(\w+-)?precision", name):
             parser.error(f"{name} behind --: each set has its own; write --set NAME 'OPTIONS'")

@@ -46,7 +46,7 @@ def inside(folder, name):
     """The file of this name in a folder. Other places, pipes and devices are refused."""
     path = folder / name
     if pathlib.PurePath(name).name != name:
-        raise Failure(f"{folder}: a file outside is named: {name}")
+        raise Failure(f"{folder}: it names a file outside of the folder: {name}")
     if path.exists() and not path.is_file():
         raise Failure(f"{path}: not a file")
     return path
@@ -59,7 +59,7 @@ def read_json(path):
             raise Failure(f"{path}: larger than {JSON_BYTES >> 20} MiB")
         record = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise Failure(f"{path}: {error.strerror}; the folder of a whole checkpoint is wanted") from error
+        raise Failure(f"{path}: {error.strerror}; name the folder of a whole checkpoint") from error
     except (ValueError, RecursionError) as error:
         raise Failure(f"{path}: {error}") from error
     if not isinstance(record, dict):
@@ -261,7 +261,7 @@ def main():
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder, or a run's")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT", help="a new folder")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (bfloat16)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="type of the weights (bfloat16)")
     parser.add_argument("--experts", choices=("as-trained", "mxfp4"), default="as-trained", help="values of the experts (as-trained)")
     args = parser.parse_args()
     return run("export.py", "numpy safetensors", lambda: export(newest(args.step), args.out, args.dtype, args.experts))

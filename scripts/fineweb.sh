@@ -41,7 +41,7 @@ case $shards in
 '' | *[!0-9]* | 0* | ?????*) fail "N: $shards: must be from 1 to $last; a SET before it is edu_fineweb, fineweb or nmoe" ;;
 esac
 [ "$shards" -le $last ] || fail "N: $shards: must be from 1 to $last"
-for tool in curl "$python"; do command -v "$tool" >/dev/null || fail "it needs $tool"; done
+for tool in curl "$python"; do command -v "$tool" >/dev/null || fail "it needs $tool: install it"; done
 [ "$name" != nmoe ] || "$python" -c 'import pyarrow, tokenizers' 2>/dev/null ||
     fail "nmoe needs packages: pip install pyarrow tokenizers, in a virtual environment whose Python is PYTHON"
 mkdir -p "$folder"

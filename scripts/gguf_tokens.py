@@ -61,8 +61,8 @@ def splitter(tokenizer):
         added = {token["content"] for token in tokenizer["added_tokens"]}
         lost = [token for token in model["vocab"] if token not in added and len(merged(token, ranks)) > 1]
         if lost:
-            raise Failure(f"llama.cpp makes tokens by merges, and {len(lost)} of its tokens come from none (ignore_merges), "
-                          f"as {lost[0]!r}")
+            raise Failure(f"llama.cpp makes tokens by merges alone, and no merges give {len(lost)} of its tokens (ignore_merges), "
+                          f"such as {lost[0]!r}")
     if not ranks:
         return "gpt-2"  # each byte is a token, however text is split
 
@@ -70,7 +70,7 @@ def splitter(tokenizer):
     digest = hashlib.sha256(json.dumps(steps).encode()).hexdigest()[:16]
     if digest not in SPLITTERS:
         known = ", ".join(sorted({*SPLITTERS.values()}))
-        raise Failure(f"its pre_tokenizer is none of those whose names in llama.cpp are known here ({known}): {steps}")
+        raise Failure(f"llama.cpp's name for its pre_tokenizer is not known, only names for {known}: {steps}")
     return SPLITTERS[digest]
 
 

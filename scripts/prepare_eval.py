@@ -105,7 +105,7 @@ def example_of(row, labels, number):
     if not kind:
         raise Failure(f"no known kind of example: it has none of the fields {', '.join(KINDS)}")
     if labels and kind is arc:
-        raise Failure("--labels counts from 0; lines of this kind have an answerKey")
+        raise Failure("leave out --labels: lines of this kind have an answerKey")
     if labels:
         row["label"] = labels[number - 1]
     try:
@@ -114,13 +114,13 @@ def example_of(row, labels, number):
     except KeyError as error:
         raise Failure(f"the field {error} is missing") from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise Failure(f"not as lines of this kind: {error}") from error
+        raise Failure(f"a field is not as this kind of example has it: {error}") from error
     if not isinstance(context, str) or not context.strip():
         raise Failure("the context is no text")
     if not isinstance(endings, list) or not all(isinstance(ending, str) for ending in endings):
         raise Failure("the endings are no list of texts")
     if not 2 <= len(endings) <= MAX_ENDINGS or label is None or not 0 <= label < len(endings):
-        raise Failure(f"label {label} of {len(endings)} endings: they must be 2 to {MAX_ENDINGS}, and it below")
+        raise Failure(f"label {label} of {len(endings)} endings: give 2 to {MAX_ENDINGS} endings, and a label below their number")
     return context, [" " + ending for ending in endings], label
 
 
@@ -201,13 +201,13 @@ def write_file(path, examples, width, crc):
 def prepare(args):
     for path in filter(None, (args.input, args.labels)):
         if os.path.exists(args.out) and os.path.samefile(path, args.out):
-            raise Failure(f"--out {args.out} is what is read")
+            raise Failure(f"--out {args.out} is an input; choose another name")
     examples = read_examples(args.input, args.labels)
     tokenizer = make_tokenizer(args.tokenizer, args.eot, lambda: [context for context, _, _ in examples[:BATCH]])
     written, most = [], 0
     for (_, _, label), (context, endings) in zip(examples, tokenize(examples, tokenizer)):
         if not context or not all(endings):
-            raise Failure(f"{args.input}: example {len(written) + 1}: a text of which the tokenizer makes no tokens")
+            raise Failure(f"{args.input}: example {len(written) + 1}: the tokenizer makes no tokens of a text")
         written.append(words_of(len(written), label, context, endings))
         most = max(most, len(context) + max(map(len, endings)))
     fits = tokenizer.vocab <= 65536 and len(written) <= LARGEST and 2 * max(map(len, written)) <= LARGEST
@@ -226,7 +226,7 @@ def main(arguments=None):
     parser.add_argument("--out", required=True, metavar="FILE", help="the evaluation file to write")
     parser.add_argument("--tokenizer", default="bytes", metavar="SPEC", help="as in prepare_text.py (bytes)")
     parser.add_argument("--eot", type=script.text, metavar="TOKEN", help="as in prepare_text.py")
-    parser.add_argument("--labels", metavar="FILE", help="the examples' labels, one a line, instead of the field")
+    parser.add_argument("--labels", metavar="FILE", help="labels of the examples from 0, one a line, instead of the field")
     args = parser.parse_args(arguments)
     try:
         prepare(args)

@@ -145,8 +145,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         dropout = config["model"].get("dropout")
         if not around and not dropout:
             return data
-        print(f"note: {name} {'puts tokens around a text' if around else 'drops merges'}; documents are without, and so is the "
-              "tokenizer.json that is written", file=sys.stderr)
+        print(f"note: {name} {'puts tokens around a text' if around else 'drops merges'}; the shards and the "
+              "tokenizer.json that is written do not", file=sys.stderr)
         if around:
             config["post_processor"] = None
         if dropout:

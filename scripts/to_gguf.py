@@ -168,7 +168,7 @@ class Weights:
         for name in beyond:
             del self.files[name]
         if beyond:
-            print(f"to_gguf.py: warning: layers from {config['num_hidden_layers']} on are left out: they predict further tokens",
+            print(f"to_gguf.py: warning: layers from {config['num_hidden_layers']} on are left out: they are MTP modules",
                   file=sys.stderr)
         # Sizes in config.json are those of the weights.
         rows, last = self.shape("model.embed_tokens.weight")[0], config["num_hidden_layers"] - 1
@@ -277,7 +277,7 @@ def main():
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder, a run's or a release's")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT.gguf", help="a new file")
-    parser.add_argument("--dtype", choices=FILE_TYPES, default="bf16", help="of the weights (bf16)")
+    parser.add_argument("--dtype", choices=FILE_TYPES, default="bf16", help="type of the weights (bf16)")
     args = parser.parse_args()
     return run("to_gguf.py", "gguf numpy safetensors ml_dtypes", lambda: convert(newest(args.step), args.out, args.dtype))
 

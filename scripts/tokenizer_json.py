@@ -218,7 +218,7 @@ def check_table(source, table):
         tokens = [token if len(token) < 256 else b"" for token in tokens]
     write_table(made, tokens, 0)
     if made.getvalue()[HEADER:] != given[HEADER:]:
-        raise Failure(f"{source} and {table} are of two tokenizers")
+        raise Failure(f"{source} and {table} belong to different tokenizers")
 
 
 def tokens_and_eot(path, config, eot_name, files=()):

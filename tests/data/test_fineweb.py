@@ -207,7 +207,7 @@ class Bigram(unittest.TestCase):
                            ("/dev/null", "not a shard; scripts/prepare_text.py makes shards from text"),
                            ("more.bin", "its header says 100 tokens of 2 bytes, the file holds 201 bytes of them"),
                            ("less.bin", "its header says 100 tokens of 2 bytes, the file holds 198 bytes of them"),
-                           ("empty.bin", "no two tokens are in it"), ("one.bin", "no two tokens are in it"),
+                           ("empty.bin", "it has fewer than two tokens"), ("one.bin", "it has fewer than two tokens"),
                            ("none.bin", "cannot read it: No such file or directory"), (".", "cannot read it: Is a directory")):
             for pair in ((name, "good.bin"), ("good.bin", name)):
                 self.assertEqual(self.score(*pair), (1, "", f"bigram.py: error: {name}: {says}\n"))

@@ -136,7 +136,7 @@ class Bytes(Case):
         for out in (path, labels):
             self.out = out
             before = out.read_bytes()
-            self.assertIn(f"--out {out} is what is read", self.run_it(path, "--labels", labels, expect=1))
+            self.assertIn(f"--out {out} is an input", self.run_it(path, "--labels", labels, expect=1))
             self.assertEqual(out.read_bytes(), before)
         self.out = self.dir / "out.bin"
         beside = self.dir / "out.bin.tmp"
@@ -149,14 +149,14 @@ class Bytes(Case):
 
     def test_bad_examples_are_named(self):
         cases = [("{", "not JSON"), ("[1]", "not a JSON object"), ("[" * 100000, "not JSON"),
-                 ({"a": 1}, "no known kind"), ({**CASH, "endings": None}, "not as lines of this kind"),
+                 ({"a": 1}, "no known kind"), ({**CASH, "endings": None}, "not as this kind of example has it"),
                  ({**PLAIN, "endings": "abcd"}, "no list of texts"),
                  ({**PLAIN, "endings": ["a", 1]}, "no list of texts"),
-                 ({**HOW, "endings": ["a", 1]}, "not as lines of this kind"), ({**HOW, "label": ""}, "not as lines"),
+                 ({**HOW, "endings": ["a", 1]}, "not as this kind of example has it"), ({**HOW, "label": ""}, "not as this kind of example has it"),
                  ({**HOW, "label": 4}, "label 4 of 4"), ({**HOW, "label": -1}, "label -1 of 4"),
                  ({**HOW, "label": True}, "label None"), ({**HOW, "label": 1.0}, "label None"),
                  ({**HOW, "ctx": "[step]"}, "the context is no text"),
-                 ({**ARC, "answerKey": "D"}, "not as lines"), ({**HUB_ARC, "choices": ["a"]}, "not as lines"),
+                 ({**ARC, "answerKey": "D"}, "not as this kind of example has it"), ({**HUB_ARC, "choices": ["a"]}, "not as this kind of example has it"),
                  ({**PLAIN, "endings": ["4"]}, "of 1 endings"),
                  ({**PLAIN, "endings": ["4"] * 257}, "of 257 endings"),
                  ({**PLAIN, "context": 5}, "the context is no text"),

@@ -87,7 +87,7 @@ class Table(Prepare):
                              ([b"</s>", b"=" * 299 + b"-"], False)):
             with open(table, "wb") as file:
                 tokenizer_json.write_table(file, tokens, 0)
-            with contextlib.nullcontext() if same else self.assertRaisesRegex(tokenizer_json.Failure, "are of two tokenizers"):
+            with contextlib.nullcontext() if same else self.assertRaisesRegex(tokenizer_json.Failure, "belong to different tokenizers"):
                 tokenizer_json.check_table(source, table)
 
     def test_end_of_text(self):

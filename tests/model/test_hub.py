@@ -688,7 +688,7 @@ class Export(Case):
         cli.seal_manifest(step, {**record, "files": [file for file in record["files"] if file["name"] != "tokenizer.json"]})
         done = subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, self.dir / "two"], capture_output=True, encoding="utf-8")
         self.assertEqual(done.returncode, 1)
-        self.assertRegex(done.stderr, "tokenizer.json and .*tokenizer.bin are of two tokenizers\n$")
+        self.assertRegex(done.stderr, "tokenizer.json and .*tokenizer.bin belong to different tokenizers\n$")
         self.assertFalse((self.dir / "two").exists())
 
     def card(self, step, name="released", **options):
@@ -808,7 +808,7 @@ class Export(Case):
             (step / "manifest.json").write_text(manifest, "utf-8")
             refused("manifest.json: (altered|not a JSON object)")
         files = json.loads(whole)["files"]
-        for odd, words in (([*files, dict(name="/dev/zero", bytes=1, crc32=0)], "a file outside is named: /dev/zero"),
+        for odd, words in (([*files, dict(name="/dev/zero", bytes=1, crc32=0)], "it names a file outside of the folder: /dev/zero"),
                            ([*files, dict(name=5, crc32=0)], "manifest.json: files is .*, not a list of files"), (5, "files is 5, not"),
                            ([file for file in files if file["name"] != "block_001.safetensors"], "does not list block_001.safetensors")):
             cli.seal_manifest(step, {**json.loads(whole), "files": odd})

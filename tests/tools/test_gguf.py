@@ -329,7 +329,7 @@ class Gguf(cli.Case):
         names = safetensors.numpy.load_file(self.dir / "secret.safetensors")
         for place in ("../secret.safetensors", str(self.dir / "secret.safetensors")):
             (release / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, place))), "utf-8")
-            self.assertIn(f"a file outside is named: {place}", self.convert(release, code=1))
+            self.assertIn(f"it names a file outside of the folder: {place}", self.convert(release, code=1))
         (release / "model.safetensors.index.json").unlink()
         (self.dir / "secret.safetensors").rename(release / "model.safetensors")
         (release / "tokenizer.json").write_text(json.dumps(tokenizer_json()), "utf-8")
@@ -355,13 +355,13 @@ class Gguf(cli.Case):
                 ("n_shared_experts 0", dict(n_shared_experts=0), good),
                 ("27 blocks for one without q_lora_rank; this one has 16", dict(num_hidden_layers=27), good),
                 ("token 301 is '<|endoftext|>', but the model has 300 tokens", {}, tokenizer_json(end=301)),
-                ("none of those whose names in llama.cpp are known here (deepseek-llm, deepseek-v3, gpt-2): ['[a-z]+']", {},
+                ("llama.cpp's name for its pre_tokenizer is not known, only names for deepseek-llm, deepseek-v3, gpt-2: ['[a-z]+']", {},
                  tokenizer_json(merges, splits)),
                 ("it has normalizer", {}, {**good, "normalizer": dict(type="NFD")}),
                 ("it has normalizer", {}, {**good, "normalizer": dict(type="Sequence", normalizers=[dict(type="NFC"), dict(type="NFKC")])}),
                 ("it has byte_fallback", {}, tokenizer_json(byte_fallback=True)),
                 ("not the byte-level BPE", {}, tokenizer_json(type="Unigram")),
-                ("1 of its tokens come from none (ignore_merges), as 'bc'", {},
+                ("no merges give 1 of its tokens (ignore_merges), such as 'bc'", {},
                  tokenizer_json([("a", "b"), ("ab", "c")], (), True, ignore_merges=True,
                                 vocab={**tokenizer_json([("a", "b"), ("ab", "c")])["model"]["vocab"], "bc": 299})),
                 ("config.json: altered", dict(rope_theta=20000.0), good)):
