@@ -28,7 +28,7 @@ typedef struct Reader {
 
 // Ends the run with the byte offset of number `at` in the file.
 static NORETURN void refuse(const Reader* r, int64_t at, const char* what) {
-    die(EXIT_FAILED, "--eval: %s: byte %ld: %s", r->path, HEADER_BYTES + at * r->width, what);
+    die(EXIT_FAILED, "--eval: %s: byte %ld: %s; write the file again", r->path, HEADER_BYTES + at * r->width, what);
 }
 
 // The next number as unsigned: a uint32 above 2^31 is negative in ids.
@@ -43,8 +43,7 @@ static int64_t next_ids(Reader* r, int64_t* length) {
     const int64_t from = r->at;
     if (*length > r->end - from) refuse(r, r->at, "the file ends inside a question: it was cut off");
     for (int64_t i = 0; i < *length; i++)
-        if (r->ids[from + i] < 0 || r->ids[from + i] >= r->vocab)
-            refuse(r, from + i, "an id outside of the vocabulary");
+        if (r->ids[from + i] < 0 || r->ids[from + i] >= r->vocab) refuse(r, from + i, "an id is outside of --vocab");
     r->at = from + *length;
     return from;
 }
@@ -81,7 +80,7 @@ static void read_question(Reader* r, Choices* c, int32_t q) {
         cut |= choice.context_length + choice.ending_length > r->T + 1;
     }
     c->cut += cut;
-    if ((r->at - start) * r->width != bytes) refuse(r, start, "a question is not as long as it says");
+    if ((r->at - start) * r->width != bytes) refuse(r, start, "the length of this question is not the recorded length");
 }
 
 // Reads one file; an error ends the run. The result owns its arrays, and choices_close frees them.
@@ -95,8 +94,8 @@ static Choices open_one(const char* path, int32_t vocab, int64_t T) {
     memcpy(header, data, sizeof(header));
     if ((header[0] != NARROW && header[0] != WIDE) || header[1] != VERSION || header[2] < 1)
         die(EXIT_FAILED,
-            "--eval: %s: no multiple-choice file (scripts/prepare_eval.py writes them): its header is %d %d %d", path,
-            header[0], header[1], header[2]);
+            "--eval: %s: not a file of questions (its header is %d %d %d); scripts/prepare_eval.py makes such files",
+            path, header[0], header[1], header[2]);
 
     // The numbers, uint16 or uint32, as int32.
     Reader r = {.path = path, .width = header[0] == NARROW ? 2 : 4, .vocab = vocab, .T = T};
@@ -107,7 +106,7 @@ static Choices open_one(const char* path, int32_t vocab, int64_t T) {
     r.ids = ids;
 
     // The questions. A question has at least 9 numbers, which bounds the count of a valid header.
-    if (header[2] > r.end / 9 + 1) refuse(&r, r.end, "the header counts more questions than there is room for");
+    if (header[2] > r.end / 9 + 1) refuse(&r, r.end, "the header counts more questions than the file has room for");
     // The name in the log is the file's, without folder and extension.
     const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
     Choices c = {.name = host_format("%.*s", (int)(dot ? dot - name : (int64_t)strlen(name)), name),
@@ -138,8 +137,8 @@ Choices* choices_open(const char* pattern, int32_t vocab, int64_t T, int* count)
                 c.name, c.cut, c.questions, T);
         for (int k = 0; k < i; k++)
             if (strcmp(files[k].name, c.name) == 0)
-                die(EXIT_USAGE, "--eval: two files are named %s, and so would be their columns in the log: rename one",
-                    c.name);
+                die(EXIT_USAGE,
+                    "--eval: two files are named %s, so their columns in the log would be one: rename a file", c.name);
     }
     globfree(&found);
     return files;

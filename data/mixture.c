@@ -55,7 +55,7 @@ Mixture mixture_parse(const char* option, const char* text) {
         if (weighted && (!colon || colon == at))
             die(EXIT_USAGE, "%s: '%.*s' has no %s: each set is GLOB:WEIGHT, with commas between them", option, length,
                 at, colon ? "pattern" : "weight");
-        if (k == MIXTURE_SETS) die(EXIT_USAGE, "%s: more than %d sets", option, MIXTURE_SETS);
+        if (k == MIXTURE_SETS) die(EXIT_USAGE, "%s: at most %d sets are possible", option, MIXTURE_SETS);
         if (weighted) weights[k] = read_weight(colon + 1, end);
         if (weights[k] == 0)
             die(EXIT_USAGE, "%s: '%.*s': a weight is a positive number below 1e19, with at most 18 decimals", option,

@@ -57,8 +57,8 @@ static void open_shard(Shards* s, ShardFile* shard, const char* path) {
     bool wide = header[0] == MAGIC_U32;
     int version = wide ? VERSION_U32 : VERSION_U16;
     if (header[1] != version)
-        die(EXIT_FAILED, "%s: %s: byte 4: version %d, with magic number %d it must be %d", s->option, path, header[1],
-            header[0], version);
+        die(EXIT_FAILED, "%s: %s: byte 4: version %d, with magic number %d it must be %d; write it again", s->option,
+            path, header[1], header[0], version);
 
     // The file's size must match the token count.
     shard->token_bytes = wide ? 4 : 2;
@@ -114,8 +114,8 @@ static void open_set(Shards* s, MixtureSet* set) {
     const char* both = shared(&s->files[before], s->count - before, s->files, before);
     if (both)
         die(EXIT_FAILED,
-            "%s: '%s' has %s, and an earlier set has it too, by this or another name: a file belongs to one set",
-            s->option, set->pattern, both);
+            "%s: '%s' has %s, and so has an earlier set, by this or another name: give each file to one set", s->option,
+            set->pattern, both);
     // A run keeps its shares, so they count for the hash.
     if (s->mixture.count > 1) s->hash = (uint32_t)crc32(s->hash, (const Bytef*)&set->part, (uInt)sizeof(set->part));
 

@@ -228,7 +228,7 @@ void device_free(void* p) { free(p); }
 
 char* device_reserve(size_t bytes) {
     void* p = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) die(EXIT_FAILED, "no addresses for %.2f GiB: %s", (double)bytes / 0x1p30, strerror(errno));
+    if (p == MAP_FAILED) die(EXIT_FAILED, "no address space for %.2f GiB: %s", (double)bytes / 0x1p30, strerror(errno));
     return (char*)p;
 }
 

@@ -93,8 +93,8 @@ void device_choose(int index) {
     // If a launcher shows each process a single GPU, that GPU is its own.
     if (count == 1 && getenv("CUDA_VISIBLE_DEVICES")) index = 0;
     if (index >= count)
-        die(EXIT_FAILED, "this machine has %d GPU%s, too few for a process of its own each: start at most %d here",
-            count, count == 1 ? "" : "s", count);
+        die(EXIT_FAILED, "this machine has %d GPU%s, and each process needs its own: start at most %d here", count,
+            count == 1 ? "" : "s", count);
     CUDA_CHECK(cudaSetDevice(index));
 }
 

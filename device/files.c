@@ -177,7 +177,7 @@ int lock_file(const char* path) {
                 close(fd);
                 return fails(EAGAIN);
             }
-            warn("%s cannot be locked (%s): another run would not be noticed", path, strerror(errno));
+            warn("%s cannot be locked (%s): a second run that uses it would not be noticed", path, strerror(errno));
         }
 
         // Its last holder may have removed the file meanwhile. Then this lock is on an unlinked file: retry.
@@ -209,7 +209,7 @@ void unlock_file(const char* path, int fd) {
 }
 
 const char* file_error(int why) {
-    if (why == ELOOP) return "it is a symbolic link, and these are not followed here: remove it";
+    if (why == ELOOP) return "it is a symbolic link, and train_moe follows none: remove it";
     if (why == ENXIO) return "it is not a file";
     return strerror(why);
 }

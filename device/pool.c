@@ -28,15 +28,15 @@ static void grow(Pool* pool, size_t need) {
         const size_t all = pool->first + pool->mapped;
         if (all < 2 * pool->warned) return;
         warn_here(
-            "the %s grew from %.3f to %.3f GiB: this rank has %.2f times its share of the choices; --capacity sets "
-            "its first size",
+            "the %s grew from %.3f to %.3f GiB: this rank has %.2f times its share of routed tokens; --capacity sets "
+            "the size at the start",
             pool->purpose, gib(pool->warned), gib(all), pool->load);
         pool->warned = all;
         return;
     }
     die(EXIT_FAILED,
-        "out of memory: the %s has %.2f GiB and needs %.2f, %.2f are free: this rank has %.2f times its share of the "
-        "choices; use --resume with a smaller --batch, or more of --shard and --recompute",
+        "out of memory: the %s has %.2f GiB and needs %.2f, %.2f are free: this rank has %.2f times its share of "
+        "routed tokens; use --resume with a smaller --batch, or more of --shard and --recompute",
         pool->purpose, gib(pool->first + pool->mapped), gib(pool->first + need), gib(device_free_memory(1)),
         pool->load);
 }

@@ -43,7 +43,8 @@ static char* difference(int rank, const char* list, const char* first) {
     while (at > 0 && first[at - 1] != '\n') at--;
     const int length = (int)strcspn(list + at, "\n"), first_length = (int)strcspn(first + at, "\n");
     return host_format(at ? "rank %d runs with --%.*s, rank 0 with --%.*s: give all ranks the same options"
-                          : "rank %d runs another build of the program than rank 0 (CRC-32 %.*s, not %.*s)",
+                          : "rank %d runs another build of the program than rank 0 (CRC-32 %.*s, not %.*s): give all "
+                            "ranks the same file",
                        rank, length, list + at, first_length, first + at);
 }
 
@@ -68,8 +69,8 @@ void agree_on_data(Ranks* world, const char* option, uint32_t hash) {
     ranks_broadcast(world, &first, sizeof(first), 0);
     char* why = hash == first ? NULL
                               : host_format(
-                                    "%s: rank %d sees other files than rank 0 (names, sizes, headers or tokens; "
-                                    "of shards 64 windows are compared)",
+                                    "%s: rank %d sees other files than rank 0 (names, sizes, headers, or tokens of 64 "
+                                    "windows of shards differ): copy the same files to all machines",
                                     option, ranks_index(world));
     char* reason = ranks_reason(world, why);
     if (reason) die(EXIT_USAGE, "%s", reason);

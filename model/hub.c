@@ -142,7 +142,7 @@ static Json* read_json(const char* folder, const char* name, size_t limit, char*
     char* text = read_file(path_of("%s/%s", folder, name).text, limit, &size);
     if (!text)
         snprintf(error, error_size,
-                 "%s: a folder with a Hugging Face model is wanted, such as a step of a run: runs/x/step_00001000",
+                 "%s: name a folder with a Hugging Face model, such as a step of a run: runs/x/step_00001000",
                  file_error(errno));
     Json* json = text ? json_parse(text, size, error, error_size) : NULL;
     free(text);
@@ -215,7 +215,7 @@ static void read_rope(const ConfigFile* file, ModelConfig* c) {
     if (!kind || strcmp(kind, "default") == 0) return;
 
     // YaRN. Constants that are fixed here are refused with any other value.
-    if (strcmp(kind, "yarn") != 0) refuse(file, "rope_scaling", "is of a type that is not known here: yarn is");
+    if (strcmp(kind, "yarn") != 0) refuse(file, "rope_scaling", "has a type other than yarn");
     c->yarn = 1;
     c->yarn_factor = number_or(file, scaling, "factor", 0);
     c->yarn_mscale = number_or(file, scaling, "mscale_all_dim", 0);
@@ -288,7 +288,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
                        : is(known ? type : name, known ? "deepseek_v3" : "DeepseekV3ForCausalLM");
     if (!own && !v2 && !v3)
         refuse(&file, "model_type",
-               "is neither deepseek_v3 nor deepseek_v2, and \"architectures\" begins with no class of theirs");
+               "is neither deepseek_v3 nor deepseek_v2, and \"architectures\" begins with no DeepseekV3/V2ForCausalLM");
 
     // Sizes.
     ModelConfig c = settings_presets[0].model;  // with the values of --yarn 1, which the file may lack
@@ -297,7 +297,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
         if (!found && sizes[i].absent < 0) refuse(&file, sizes[i].key, "is missing");
         const int64_t value = found ? found->integer : sizes[i].absent;
         if (found && (found->type != JSON_NUMBER || value < 0 || value > 1 << 24 || (double)value != found->number))
-            refuse(&file, sizes[i].key, "is no size");
+            refuse(&file, sizes[i].key, "is no whole number from 0 to 16777216");
         *(int64_t*)((char*)&c + sizes[i].field) = value;
     }
     if (number_or(&file, json, "num_key_value_heads", (double)c.H) != (double)c.H)
@@ -307,7 +307,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     for (int i = 0; i < ALWAYS; i++) {
         const Json* found = member(json, always[i].key);
         if (!found || says(found, always[i].value)) continue;
-        die(EXIT_USAGE, "%s: \"%s\" must be %s here", file.where, always[i].key, always[i].value);
+        die(EXIT_USAGE, "%s: \"%s\" must be %s for train_moe", file.where, always[i].key, always[i].value);
     }
 
     c.norm_eps = number_or(&file, json, "rms_norm_eps", 1e-6);
@@ -326,7 +326,7 @@ int64_t hub_length(const char* folder) {
     const Json* longest = json_get(config, "max_position_embeddings");
     if (longest &&
         (longest->type != JSON_NUMBER || longest->integer < 1 || (double)longest->integer != longest->number))
-        die(EXIT_USAGE, "%s/config.json: \"max_position_embeddings\" is no length", folder);
+        die(EXIT_USAGE, "%s/config.json: \"max_position_embeddings\" is no number of tokens", folder);
     // A model without a manifest may have a limit that is too long for memory.
     if (length <= 0) length = min_i64(longest ? longest->integer : 4096, 4096);
     json_free(manifest);

@@ -200,7 +200,7 @@ void memory_report(const Settings* s, int running) {
     if (proposal)
         printf("           %s\n", proposal);
     else if (available && s->run.ep > 1 && s->model.dense_layers < s->model.L)
-        printf("           up to %.2f times the mean load on a rank; %ld is all tokens on one\n",
+        printf("           fits with up to %.2f times the mean load on a rank (%ld: all tokens on one rank)\n",
                load_that_fits(&m, available, build), s->run.ep);
 
     // Model, checkpoints, time.

@@ -101,8 +101,7 @@ void model_save(Model* m, const Settings* s, Saver* saver, int64_t step, DataHas
 static void check_record(const Settings* s, const Json* manifest, DataHash data) {
     record_check(json_get(manifest, "options"), false, s);
     if (json_int(manifest, "data_hash", -1) != (int64_t)data.shards)
-        die(EXIT_USAGE,
-            "--train names other shards than the run in %s was made with (names, sizes, headers or weights differ)",
+        die(EXIT_USAGE, "--train must name the shards of the run in %s: names, sizes, headers or weights differ",
             s->out);
     const int64_t tokenizer = json_int(manifest, "tokenizer_hash", 0);
     if (tokenizer && tokenizer != data.tokenizer)
@@ -114,8 +113,8 @@ static void check_record(const Settings* s, const Json* manifest, DataHash data)
     const int64_t eot = hub_end_of_text_id(step_path(s->out, json_int(manifest, "step", 0), "").text);
     if (!tokenizer && eot >= 0 && eot != data.end_of_text)
         die(EXIT_USAGE,
-            "--tokenizer %s ends a text with token %d, and the run in %s with %ld; a run keeps its tokenizer: "
-            "scripts/tokenizer_json.py of the tokenizer.json in its newest step makes it",
+            "--tokenizer %s ends a text with token %d, and the run in %s with %ld; a run keeps its tokenizer: make it "
+            "with scripts/tokenizer_json.py from the tokenizer.json in the newest step",
             *s->tokenizer ? s->tokenizer : "(bytes)", data.end_of_text, s->out, eot);
 }
 
@@ -172,8 +171,8 @@ int64_t model_resume(Model* m, const Settings* s, Ranks* world, DataHash data) {
         // The position in the data must be that of the step.
         const int64_t window = json_int(manifest, "window", -1), expected = window_after(m, steps[i]);
         if (manifest && window != expected)
-            why = host_format("%s/manifest.json: its window is %ld, that of the step is %ld", path.text, window,
-                              expected);
+            why = host_format("%s/manifest.json: \"window\" is %ld, but step and options make it %ld", path.text,
+                              window, expected);
 
         why = load_step(m, world, out, steps[i], manifest, why);
         json_free(manifest);

@@ -121,7 +121,7 @@ static void check_unknown(const Json* record, bool stage, const char* folder) {
                     folder, o->key, o->number, values[i], folder);
         }
         if (!known && o->number != 0)
-            die(EXIT_USAGE, "the run in %s was made with --%s %g, which this version of train_moe does not have",
+            die(EXIT_USAGE, "the run in %s was made with --%s %g: go on with a version of train_moe that has it",
                 folder, o->key, o->number);
     }
 }
@@ -191,8 +191,8 @@ void record_check(const Json* record, bool stage, const Settings* s) {
         free(then);
     }
     if (*list)
-        die(EXIT_USAGE, "the run in %s was made with %s. A %s: options that are left out are as they were", folder,
-            list,
+        die(EXIT_USAGE, "the run in %s was made with %s. A %s: leave these options out, and they are as they were",
+            folder, list,
             stage ? "new stage keeps its model, and what its moments and selection biases depend on"
                   : "resumed run keeps its model, data, optimizer and precision");
     free(list);

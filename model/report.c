@@ -42,7 +42,7 @@ static void report_muon(const ModelConfig* c, const RunConfig* r) {
     char flops[32];
     printf("optimizer  Muon: %s FLOPs a step, %.1f %% of all\n", big(flops, muon), 100 * muon / all);
     if (muon > all / 3)
-        warn("--optimizer muon takes %.0f %% of a step's FLOPs; a larger --tokens-per-step%s lowers that",
+        warn("--optimizer muon takes %.0f %% of a step's FLOPs; a larger --tokens-per-step%s lowers this share",
              100 * muon / all, r->ranks > 1 && r->shard == SHARD_NONE ? " or --shard optimizer" : "");
 }
 
@@ -117,7 +117,7 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
         printf("tokenizer  %s, %d tokens%s\n", *name ? name : "bytes", tokenizer->size,
                *name ? "" : ": no tokenizer file is next to the shards");
     else
-        printf("tokenizer  none: ids go beyond 256\n");
+        printf("tokenizer  none: token ids go beyond 256, so they are no bytes\n");
     free(name);
 }
 

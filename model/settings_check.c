@@ -8,7 +8,7 @@
 
 // The options of a model.
 static void check_model(const ModelConfig* c) {
-    if (c->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", c->rope);
+    if (c->rope % 2) die(EXIT_USAGE, "--rope-dim %ld must be even: rotary position turns pairs", c->rope);
     if (c->yarn && c->yarn_mscale <= 0)
         die(EXIT_USAGE, "--yarn 1: the run's record has yarn-mscale %g, and it must be above 0", c->yarn_mscale);
     if (c->dense_layers > c->L) die(EXIT_USAGE, "--dense-layers %ld is more than --layers %ld", c->dense_layers, c->L);
@@ -108,7 +108,7 @@ char* settings_refusal(const Settings* s) {
     if (r->ranks % r->ep)
         return host_format("--ep %ld does not divide the %ld rank%s of the run%s", r->ep, r->ranks,
                            r->ranks == 1 ? "" : "s",
-                           s->resume ? " (unless given, it is as the checkpoint has it; --ep 1 fits)" : "");
+                           s->resume ? " (without --ep, the value of the checkpoint counts; --ep 1 fits)" : "");
     if (s->model.E % r->ep) return host_format("--ep %ld does not divide --experts %ld", r->ep, s->model.E);
     const int64_t micro = run_micro_tokens(r);
     if (r->tokens_per_step % micro)
@@ -142,8 +142,8 @@ static void check_stats(const ModelConfig* c, const RunConfig* r) {
     const int moe = c->dense_layers < config_blocks(c), experts = r->expert_precision || r->dispatch_precision;
     if (r->stats_every && !r->linear_precision && !(moe && experts))
         die(EXIT_USAGE,
-            "--mx-stats %ld: nothing that it measures is quantized; it needs a --linear-precision other than bf16 or, "
-            "where there is a MoE block, such an --expert-precision or --dispatch-precision",
+            "--mx-stats %ld: no tensor that it measures is quantized: give a --linear-precision other than bf16 or, "
+            "for a model with MoE blocks, an --expert-precision or --dispatch-precision other than bf16",
             r->stats_every);
 }
 
@@ -153,13 +153,13 @@ static void check_run(const Settings* s) {
     const RunConfig* r = &s->run;
     // 0 means no clipping, so a tiny value is a mistake.
     if (r->clip > 0 && r->clip < 1e-30)
-        die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", r->clip);
+        die(EXIT_USAGE, "--clip %g is too small: give at least 1e-30, or 0 for no clipping", r->clip);
 
     // Allowed, but hardly meant: warnings.
     if (r->warmup_steps > (double)r->steps && r->schedule != SCHEDULE_CONSTANT)
         warn("--warmup %g is longer than --steps %ld: the learning rate never reaches --lr", r->warmup_steps, r->steps);
     if (r->moments && r->beta2 > 0.99)
-        warn("--moments bf16 --beta2 %g: second moments follow gradients that shrink late or never; --beta2 0.95 helps",
+        warn("--moments bf16 --beta2 %g: second moments follow shrinking gradients late or never; --beta2 0.95 helps",
              r->beta2);
     // Rounded to bf16, a momentum stops at no less than 1 / (1 + 2^-8 / (1 - beta1)) of a steady gradient
     // (layers/adamw.h). At 0.98 that is 0.84, close to the root of second moments at the limit of --beta2.
@@ -172,23 +172,23 @@ static void check_run(const Settings* s) {
     const int64_t widest = max_i64(c->C, c->F);
     const int packed = r->expert_precision == FORMAT_MXFP8 || r->linear_precision == FORMAT_MXFP8;
     if (BACKEND == BACKEND_CUDA && packed && widest < 768)
-        warn("--precision mxfp8 at --dim %ld and --expert-ffn %ld: at such widths MXFP8 is for its loss, not for speed",
-             c->C, c->F);
+        warn("--precision mxfp8 at --dim %ld and --expert-ffn %ld: at such widths MXFP8 is no faster than bf16", c->C,
+             c->F);
 
     // Use of a model.
     if (s->dry_run) return;
     if (*s->evaluate && !*s->val && !*s->eval)
-        die(EXIT_USAGE, "--evaluate needs --val or --eval: on what, e.g. --val 'corpus/text_val_*.bin'");
+        die(EXIT_USAGE, "--evaluate needs text or questions: --val or --eval, e.g. --val 'corpus/text_val_*.bin'");
     if (s->resume && (*s->sample || *s->evaluate))
         die(EXIT_USAGE, "--resume goes on with training, which --%s does not", *s->sample ? "sample" : "evaluate");
     if (*s->sample && (*s->val || *s->eval))
-        die(EXIT_USAGE, "--sample writes a text; --%s goes with --evaluate", *s->val ? "val" : "eval");
+        die(EXIT_USAGE, "--%s goes with --evaluate, not with --sample, which writes a text", *s->val ? "val" : "eval");
     if (*s->sample || *s->evaluate) return;
 
     // Training.
     if (s->resume && !*s->out) die(EXIT_USAGE, "--resume needs --out: the folder to resume from");
     if (!*s->train && s->resume)
-        die(EXIT_USAGE, "there is no checkpoint in %s to resume from, and --train is missing to start afresh", s->out);
+        die(EXIT_USAGE, "there is no checkpoint in %s to resume from; --train is needed to start afresh", s->out);
     if (!*s->train)
         die(EXIT_USAGE,
             "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'; "
@@ -203,7 +203,7 @@ void settings_check(const Settings* s) {
     check_model(&s->model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s->model);
     if (s->model.mtp >= s->run.seq_len)
-        die(EXIT_USAGE, "--mtp 1 needs a longer --seq-len than 1: the module predicts the token after the next");
+        die(EXIT_USAGE, "--mtp 1 needs --seq-len 2 or more: the MTP module predicts the token after the next");
     check_precision(&s->model, &s->run);
     check_stats(&s->model, &s->run);
     check_run(s);

@@ -76,7 +76,7 @@ static void set_for_model(Settings* s) {
     if (!GIVEN(s, run.aux_loss)) s->run.aux_loss = aux_loss[s->run.balance][s->model.score];
     // Weights of the model must not be lost.
     if (*s->init && !unbiased && s->model.score == SCORE_SOFTMAX && s->run.balance == BALANCE_NONE)
-        die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
+        die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s; use quantile", s->init);
 }
 
 // Options that would have no effect end the run. Experts that would never change get a warning.

@@ -7,7 +7,7 @@ void* windows_pool(Model* m) {
     Arena* a = &m->arena[IN_POOL];
     if (m->shapes.moe.windows) m->no_windows = comm_windows_missing(m->ep, m->ranks);
     if (m->no_windows && m->run.dispatch == DISPATCH_WINDOWS)
-        die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
+        die(EXIT_FAILED, "--dispatch windows: %s; --dispatch nccl works everywhere", m->no_windows);
     m->windows = m->shapes.moe.windows && !m->no_windows;
     if (!m->windows) return NULL;
     m->overflow = (real*)device_alloc(sizeof(real), "overflows");

@@ -257,7 +257,7 @@ static void publish(const Saver* s) {
         old = path_of("%s.aside%d", path, n);
     const bool found = rename(path, old.text) == 0;
     if (!found && errno != ENOENT) give_up(s, "replace", path);
-    if (found && !replaces) warn("%s is no checkpoint that can be read, so it is kept: it is now %s", path, old.text);
+    if (found && !replaces) warn("%s is no checkpoint that can be read, so it is kept as %s", path, old.text);
     if (rename(folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
     if (replaces) clear_away(old.text);
 }

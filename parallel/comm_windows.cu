@@ -15,7 +15,7 @@ char* comm_windows_missing(Comm* c, Ranks* ranks) {
     int version;
     NCCL_CHECK(ncclGetVersion(&version), c->nccl);
     if (version != NCCL_VERSION_CODE)
-        why = host_format("NCCL's header is version %d, its library %d", NCCL_VERSION_CODE, version);
+        why = host_format("NCCL's header has version %d, its library version %d", NCCL_VERSION_CODE, version);
     if ((why = ranks_reason(ranks, why))) return why;
     ncclDevCommRequirements needs = {};  // no multicast
     needs.lsaBarrierCount = PUSH_BLOCKS;
@@ -24,9 +24,9 @@ char* comm_windows_missing(Comm* c, Ranks* ranks) {
     const ncclResult_t result = ncclDevCommCreate(c->nccl, &needs, &c->device_side);
     c->has_device_side = result == ncclSuccess;
     if (!c->has_device_side)
-        why = host_format("NCCL: %s (NCCL_CUMEM_ENABLE=0 rules them out)", ncclGetErrorString(result));
+        why = host_format("NCCL: %s (NCCL_CUMEM_ENABLE=0 makes windows impossible)", ncclGetErrorString(result));
     else if (c->device_side.lsaSize != c->count)
-        why = host_format("%d of the %d ranks of a group share an NVLink domain", c->device_side.lsaSize, c->count);
+        why = host_format("only %d of %d ranks of a group share an NVLink domain", c->device_side.lsaSize, c->count);
     return ranks_reason(ranks, why);
 }
 

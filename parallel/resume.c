@@ -111,9 +111,9 @@ Json* checkpoint_manifest_in(const char* folder, Path* out, char** why) {
     *out = path_of("%s", dirname(parent.text));
     const int64_t step = step_number(basename(name.text), "");
     if (step >= 0) return checkpoint_manifest(out->text, step, why);
-    *why = host_strdup(access(folder, F_OK) != 0
-                           ? file_error(errno)
-                           : "its name is not step_ and 8 digits, that of a step of a run, which has moments");
+    *why =
+        host_strdup(access(folder, F_OK) != 0 ? file_error(errno)
+                                              : "its name is not step_ and 8 digits: only a step of a run has moments");
     return NULL;
 }
 
@@ -159,7 +159,7 @@ static char* check_files(Ranks* world, const char* folder, const Json* manifest,
     for (int i = count * rank / ranks; i < count * (rank + 1) / ranks && !why; i++)
         // A name with a slash would lead out of the folder.
         why = !names[i] || strchr(names[i], '/')
-                  ? host_format("%s/manifest.json: it lists what is no file of the folder", folder)
+                  ? host_format("%s/manifest.json: it lists a name that is no file of the folder", folder)
                   : check_file(path_of("%s/%s", folder, names[i]).text, file_entry(manifest, names[i]));
     return why;
 }
@@ -191,8 +191,7 @@ char* checkpoint_read(const CheckpointTensor* t, const SafeTensors* st, const St
 
     const StDtype d = found->dtype;
     if (d != t->dtype && d != ST_F32 && d != ST_F16 && d != ST_BF16 && d != ST_F64 && !(d == ST_F8_E4M3 && scales))
-        return host_format("%s: tensor %s is of no type that weights can have: F32, F16, BF16, F8_E4M3", st->path,
-                           t->name);
+        return host_format("%s: tensor %s must have type F32, F16, BF16 or F8_E4M3", st->path, t->name);
 
     // In chunks through host memory. A number that is not finite would spoil the run, and is refused.
     const int64_t size = (int64_t)st_dtype_bytes(t->dtype);

@@ -104,7 +104,7 @@ char* ranks_reason(Ranks* group, char* why) {
 void ranks_must_share(Ranks* world, const char* out, bool same) {
     if (!ranks_well(world, same))
         die(EXIT_FAILED,
-            "this rank does not find in %s what rank 0 finds there; it must be a folder on a file system that all "
+            "the folder %s has other contents on this rank than on rank 0: name a folder on a file system that all "
             "ranks share",
             out);
 }

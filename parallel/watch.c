@@ -165,7 +165,7 @@ static void judge(void) {
     char* more = lates > 1 ? host_format(" and %d more", lates - 1) : host_strdup("");
     char* why = fault == UNHEARD   ? host_format("stopped, or its machine hangs (no sign of it for %.0f s)",
                                                  watcher.ranks[late].silent)
-                : fault == AT_WORK ? host_strdup("it hangs in work of its own or on its disk, or takes too long for it")
+                : fault == AT_WORK ? host_strdup("its own work or its disk hangs, or takes too long")
                                    : host_format("it waits in '%s'", watcher.ranks[late].what);
     die(EXIT_FAILED,
         "rank %d (%s)%s holds up '%s', where %d of %d ranks have waited for %.0f s: %s; --timeout %g is the limit%s",
@@ -214,8 +214,7 @@ static void* look_on(void* unused) {
         int turn_to_speak = index < 10 ? index : 10;
         if (mine->waited > watcher.limit + 2 * SILENCE + turn_to_speak)
             die(EXIT_FAILED,
-                "rank 0 (%s) holds up '%s', where this rank has waited for %.0f s, or it would have ended the run: "
-                "stopped, or its machine or network hangs; --timeout %g is the limit%s",
+                "rank 0 (%s) holds up '%s', where this rank has waited for %.0f s: stopped, or its machine or network hangs; --timeout %g is the limit%s",
                 watcher.ranks[0].host, mine->what, mine->waited, watcher.limit, hint());
 
         // They send their notes. The last one has `stopped` set.

@@ -54,7 +54,7 @@ static void add_tokenizer(Saver* saver, const char* tokenizer) {
         if (data)
             saver_add_file(saver, names[i], data, size);
         else
-            printf("export     there is no %s: %s\n", paths[i].text,
+            printf("export     there is no file %s: %s\n", paths[i].text,
                    i == 2 ? "transformers will not know the end of text"
                           : "checkpoints have no tokenizer for transformers");
         free(data);

@@ -167,8 +167,8 @@ void import_weights(Model* m, Ranks* world, const char* option, const char* fold
     const int64_t layers = m->config.L;
     if (m->config.mtp && has_module(&in, layers + 1))
         die(EXIT_USAGE,
-            "--%s %s: it has more than one MTP module, and --mtp 1 takes one: without --mtp all are left out", option,
-            folder);
+            "--%s %s: it has more than one MTP module, and --mtp 1 takes one: leave out --mtp, and no module is read",
+            option, folder);
 
     // All units: read, or initialized where the folder lacks the MTP module.
     int count;
@@ -196,7 +196,7 @@ void import_weights(Model* m, Ranks* world, const char* option, const char* fold
             predicts_more = !m->config.mtp && sscanf(tensor->name, "model.layers.%ld.", &layer) == 1 &&
                             layer >= layers && has_module(&in, layer);
             if (!predicts_more)
-                die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.files[i]->path, tensor->name);
+                die(EXIT_USAGE, "%s: tensor %s does not belong to this model", in.files[i]->path, tensor->name);
         }
     if (predicts_more) printf("weights    layers from %ld on are left out: they are MTP modules (--mtp)\n", layers);
 

@@ -173,8 +173,8 @@ static void report(Outputs* o, int val, int asks) {
     if (val || host_seconds() - o->shown > 0.5 || o->pending == o->first || o->pending == r->steps || !o->last.ok)
         print_step(o, took, load, mfu, val_loss);
     else if (!o->told)
-        o->told = printf("(at most two steps a second are printed; %slog.jsonl has all)\n",
-                         o->log ? "" : "with --out its ") > 0;
+        o->told = printf("(at most two steps a second are printed; %slog.jsonl has all steps)\n",
+                         o->log ? "" : "with --out ") > 0;
 
     if (!isfinite(val_loss)) warn("step %ld: the validation loss is %g", o->pending, val_loss);
 

@@ -49,8 +49,7 @@ static bool are_bytes(const Shards* shards, const Settings* s) {
 static void check_same(const Sources* from, const Settings* s, const char* option, const char* of,
                        const char* differs) {
     if (differs)
-        die(EXIT_USAGE, "%s: the tokenizer %s is not %s, that of the run: %s; a model and all its data have one",
-            option, of,
+        die(EXIT_USAGE, "%s: the tokenizer %s is not %s, that of the run: %s; model and data need the same", option, of,
             *s->tokenizer           ? s->tokenizer
             : from->tokenizer->size ? "bytes, as without --tokenizer"
                                     : "known without --tokenizer, as the ids go beyond 256",
@@ -96,7 +95,8 @@ static void check_samples(const Sources* from, const Settings* s) {
     // The tokenizer must fit the model's vocabulary and the shards.
     const int32_t size = from->tokenizer->size;
     if (size > s->model.V)
-        die(EXIT_USAGE, "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld",
+        die(EXIT_USAGE,
+            "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld: give the tokenizer of the model",
             *s->tokenizer ? s->tokenizer : "bytes", size, s->model.V);
     if (!size)
         die(EXIT_USAGE, "samples need --tokenizer: the ids %s go beyond 256, so they are no bytes",
@@ -144,7 +144,7 @@ static void open_validation(Sources* from, Ranks* world, const Settings* s) {
     if (from->val->mixture.count > 1)
         die(EXIT_USAGE, "--val takes no weights: it is read in the order of its files, without a mixture");
     const char* both = from->train ? shards_shared(from->val, from->train) : NULL;
-    if (both) warn("--train includes %s of --val: the validation loss is that of text that the model learns", both);
+    if (both) warn("--train includes %s of --val: the model trains on this text, so the loss on it is too low", both);
     check_shards(from, s, "--val", from->val);
     // Whole windows of --val-tokens, at most those of the shards.
     from->val_windows = max_i64(min_i64(s->val_tokens / s->run.seq_len, from->val->windows), 1);
@@ -162,7 +162,7 @@ static void open_questions(Sources* from, Ranks* world, const Settings* s) {
         die(EXIT_USAGE, "--eval needs --tokenizer: the ids in the shards go beyond 256, so they are no bytes");
     // An ending without context follows end of text, so the model must know this id.
     if (*s->eval && t->eot >= s->model.V)
-        die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", t->eot, s->model.V);
+        die(EXIT_USAGE, "--eval: id %d of the end of text is outside of --vocab %ld", t->eot, s->model.V);
     if (*s->eval)
         from->questions =
             choices_open(s->eval, (int32_t)min_i64(s->model.V, t->size), s->run.seq_len, &from->question_files);
@@ -244,7 +244,7 @@ int64_t sources_weights(const Sources* from, const Settings* s, Ranks* world, Mo
     if (saved) {
         printf("resumed    from %s/step_%08ld\n", shown, saved);
         if (saved >= s->run.steps)
-            printf("nothing to do: the run has %ld steps, --steps is %ld; a larger one goes on\n", saved, s->run.steps);
+            printf("nothing to do: the run has %ld steps, --steps is %ld; raise --steps\n", saved, s->run.steps);
         else
             report_schedule(s, saved);
     } else if (folder) {

@@ -137,7 +137,7 @@ static void test_shards_shared(void) {
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         sets = cases[i][0];
-        DIES(open_sets, "--train", cases[i][1], cases[i][2], "a file belongs to one set");
+        DIES(open_sets, "--train", cases[i][1], cases[i][2], "give each file to one set");
     }
     sets = "a_*.bin,b_*.bin";
     DIES(open_sets, "--train: no file matches 'a_*.bin,b_*.bin'",

@@ -66,7 +66,7 @@ class Checkpoints(Case):
                 kept = "manifest" in fault or fault in ("folder emptied", "folder is a file")
                 self.assertEqual((out / "step_00000020.aside").exists(), kept)
                 if kept:
-                    self.assertIn("run/step_00000020 is no checkpoint that can be read, so it is kept: it is now "
+                    self.assertIn("run/step_00000020 is no checkpoint that can be read, so it is kept as "
                                   "run/step_00000020.aside", done.stderr)
                 if fault != "folder renamed":
                     self.assertEqual([p.name for p in sorted(out.glob("step_????????"))], ["step_00000010", "step_00000020"])
@@ -136,9 +136,9 @@ class Checkpoints(Case):
 
     def test_a_manifest_whose_numbers_are_odd_is_refused(self):
         """Invalid numbers in a manifest are refused, even if its CRC-32 is right."""
-        for change, words in ((dict(window=-1), "its window is -1, that of the step is 40"),
-                              (dict(window=2**63 - 1), "its window is 9223372036854775807, that of the step is 40"),
-                              (dict(window=41), "its window is 41"), (dict(window=None), "its window is -1"),
+        for change, words in ((dict(window=-1), "\"window\" is -1, but step and options make it 40"),
+                              (dict(window=2**63 - 1), "\"window\" is 9223372036854775807, but step and options make it 40"),
+                              (dict(window=41), '"window" is 41'), (dict(window=None), '"window" is -1'),
                               (dict(step=19), "it is of step 19; the folder was renamed"), (dict(step=None), "it is of step -1"),
                               (dict(updates=-1), "its number of updates is out of range"),
                               (dict(updates=21), "its number of updates"), (dict(updates=5), "its number of updates"),

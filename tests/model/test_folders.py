@@ -236,7 +236,7 @@ class LogAndLock(Case):
         number = done.index(("fcntl", "/.lock")) + 1
         shutil.rmtree(self.dir / "run")
         _, ended = self.operations(f"TORTURE_AT={number}", "TORTURE_DO=fail", steps=2)
-        self.assertIn("warning: run/.lock cannot be locked (No locks available): another run would not be noticed",
+        self.assertIn("warning: run/.lock cannot be locked (No locks available): a second run that uses it would not be noticed",
                       ended.stderr)
         self.assertEqual(checkpoints(self.dir / "run"), ["step_00000002"])
 

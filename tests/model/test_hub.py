@@ -256,12 +256,12 @@ class Import(Case):
                                   ("topk_group", None, '"topk_group" is missing'),
                                   ("rope_scaling", {**yarn(1.0)["rope_scaling"], "original_max_position_embeddings": 16.5},
                                    '"rope_scaling" must have factor'),
-                                  ("rope_scaling", dict(type="linear", factor=2.0), '"rope_scaling" is of a type'),
+                                  ("rope_scaling", dict(type="linear", factor=2.0), '"rope_scaling" has a type'),
                                   ("num_key_value_heads", 2, "num_key_value_heads"),
                                   ("scoring_func", "softmax", '"scoring_func" is not sigmoid'),
                                   ("kv_lora_rank", None, '"kv_lora_rank" is missing'),
                                   ("num_experts_per_tok", 65, "/config.json: --top-k 65 is out of range: from 1 to 64 are allowed"),
-                                  ("rope_parameters", dict(rope_type="linear", factor=2.0), '"rope_scaling" is of a type'),
+                                  ("rope_parameters", dict(rope_type="linear", factor=2.0), '"rope_scaling" has a type'),
                                   ("quantization_config", dict(quant_method="awq"), '"quantization_config" must be fp8')):
             (folder / "config.json").write_text(json.dumps({**config, key: value}), "utf-8")
             self.assertIn(words, self.evaluated(folder, code=2))
@@ -273,7 +273,7 @@ class Import(Case):
         for value in (0, -1, 1.5, "x"):
             (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": value}), "utf-8")
             done = self.call([cli.PROGRAM, "--evaluate", folder, "--val", self.val], 2)
-            self.assertIn('config.json: "max_position_embeddings" is no length', done.stderr)
+            self.assertIn('config.json: "max_position_embeddings" is no number of tokens', done.stderr)
         (folder / "config.json").write_text(json.dumps({**config, **{f"k{i}": i for i in range(20000)}}), "utf-8")
         self.assertIn("config.json: File too large", self.evaluated(folder, code=2))
         for value, key in (({**config, "model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method"),
@@ -285,14 +285,14 @@ class Import(Case):
             (folder / "config.json").write_text(twice + json.dumps(config)[1:], "utf-8")
             self.assertRegex(self.evaluated(folder, code=2), '"(vocab_size|type)" is there twice')
         (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}), "utf-8")
-        self.assertRegex(self.evaluated(folder, code=2), r"tensor model\.layers\.2\.\S+ is none of this model's")
+        self.assertRegex(self.evaluated(folder, code=2), r"tensor model\.layers\.2\.\S+ does not belong to this model")
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
         name = "model.layers.1.mlp.experts.7.up_proj.weight"
         for change, words in (({name: None}, f"tensor {name} is missing"),
                               ({name: torch.zeros(2, 2)}, f"tensor {name} is of another shape than 48 x 128"),
                               ({name: tensors[name] * float("nan")}, f"element 0 of {name} is not finite"),
-                              ({name: tensors[name].to(torch.int32)}, f"tensor {name} is of no type"),
-                              ({"model.layers.1.extra.weight": torch.zeros(2)}, "model.layers.1.extra.weight is none of")):
+                              ({name: tensors[name].to(torch.int32)}, f"tensor {name} must have type"),
+                              ({"model.layers.1.extra.weight": torch.zeros(2)}, "model.layers.1.extra.weight does not belong")):
             save_file({k: v for k, v in {**tensors, **change}.items() if v is not None}, folder / "model.safetensors")
             self.assertIn(words, self.evaluated(folder, code=2))
         save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2)}, folder / "model.safetensors")
@@ -372,7 +372,7 @@ class Questions(Case):
         """Ids of another tokenizer have no text, so there are no bytes to divide by."""
         write_questions(self.dir / "wide.bin", [([1], [[2], [299]], 0)])
         done = self.train(1, vocab=VOCAB, steps=1, eval="wide.bin")
-        self.assertIn("wide.bin: byte 1044: an id outside of the vocabulary", done.stderr)
+        self.assertIn("wide.bin: byte 1044: an id is outside of --vocab", done.stderr)
 
     def test_endings_of_equal_text(self):
         """They tie, so the first is chosen: the label of the last is never right. Last bits depend on the batch."""
@@ -458,16 +458,16 @@ class Questions(Case):
             (self.dir / folder).mkdir()
             write_questions(self.dir / folder / "all.bin", self.questions)
         done = self.train(2, vocab=257, steps=1, seq_len=48, eval="?/all.bin")
-        self.assertIn("--eval: two files are named all, and so would be their columns in the log", done.stderr)
+        self.assertIn("--eval: two files are named all, so their columns in the log would be one", done.stderr)
 
     def test_damaged_files(self):
         write_questions(self.dir / "all.bin", self.questions)
         good = (self.dir / "all.bin").read_bytes()
         for data, words in ((good[:-2], "byte .*: the file ends inside a question"),
                             (good + b"\0\0", "bytes after the last question"),
-                            (b"\1" + good[1:], "no multiple-choice file"),
+                            (b"\1" + good[1:], "not a file of questions"),
                             (good[:1024] + b"\0" + good[1025:], "byte 1024: no question begins here"),
-                            (good[:1034] + b"\1" + good[1035:], "a question is not as long|outside of the vocabulary|is cut|cut off"),
+                            (good[:1034] + b"\1" + good[1035:], "not the recorded length|outside of --vocab|is cut|cut off"),
                             (good[:1030] + b"\7" + good[1031:], "2 to 256 endings"),
                             (good[:500], "shorter than its header")):
             (self.dir / "bad.bin").write_bytes(data)
@@ -506,7 +506,7 @@ class Export(Case):
 
     def test_shards_without_a_tokenizer(self):
         """Ids beyond 256 are no bytes, so no id is known to end texts; there are no samples and no questions."""
-        for ids, said, end in ((range(1000), "none: ids go beyond 256", None), (range(200), "bytes, 257 tokens: no tokenizer file is next to the shards", 256)):
+        for ids, said, end in ((range(1000), "none: token ids go beyond 256, so they are no bytes", None), (range(200), "bytes, 257 tokens: no tokenizer file is next to the shards", 256)):
             rng = random.Random(3)
             cli.write_shard(self.dir / "words_train_000001.bin", [rng.choice(ids) for _ in range(600)])
             options = dict(train="words_train_*.bin", vocab=50257, steps=1, out=f"run{end}")
@@ -598,7 +598,7 @@ class Export(Case):
 
     def test_sample(self):
         run = self.trained(vocab=257, val=self.val_glob)
-        self.assertIn("a folder with a Hugging Face model is wanted, such as a step of a run: runs/x/step_00001000",
+        self.assertIn("name a folder with a Hugging Face model, such as a step of a run: runs/x/step_00001000",
                       self.call([cli.PROGRAM, "--sample", run.parent], 2).stderr)
         if not CUDA and "sanitize" not in cli.PROGRAM:
             args = [cli.PROGRAM, "--sample", run / "step_00000008", "--sample-tokens", 1000000]
@@ -606,7 +606,7 @@ class Export(Case):
                           self.call(["sh", "-c", 'ulimit -v 4000000; exec "$@"', "sh", *args], 1).stderr)
         for option in ("val", "eval"):
             done = self.call([cli.PROGRAM, "--sample", run / "step_00000008", f"--{option}", self.val_glob], 2)
-            self.assertIn(f"--sample writes a text; --{option} goes with --evaluate", done.stderr)
+            self.assertIn(f"--{option} goes with --evaluate, not with --sample, which writes a text", done.stderr)
         done = self.call([cli.PROGRAM, "--sample", run / "step_00000008", "--dry-run"])
         self.assertIn(f"model      {run}/step_00000008: ", done.stdout)
         for prompt in ("", "aa bb"):

@@ -70,7 +70,7 @@ class Module(test_hub.Case):
         none, text = self.begun(two, 0)
         self.assertIn("layers from 2 on are left out: they are MTP modules", text)
         self.assertEqual(none["loss"], one["loss"])
-        self.assertIn(f"error: --init {two}: it has more than one MTP module, and --mtp 1 takes one: without --mtp all are left out",
+        self.assertIn(f"error: --init {two}: it has more than one MTP module, and --mtp 1 takes one: leave out --mtp, and no module is read",
                       self.begun(two, 1, code=2)[1])
 
     def test_module_after_dense_blocks(self):

@@ -104,7 +104,7 @@ class Mixtures(Case):
         self.assertEqual(manifest(self.dir / "run/step_00000003")["options"]["train"], options["train"])
         self.train(out="run", resume=True, train="a_*.bin:7e10,b_*.bin:70000000000", steps=3)  # the same ratio
         for other in ("a_*.bin:0.5,b_*.bin:0.4", "a_*.bin:0.5,b_*.bin:0.50000001", "b_*.bin:0.5,a_*.bin:0.5", "[ab]_*.bin", "a_*.bin:0.5,c_*.bin:0.5"):
-            self.refused(2, "--train names other shards than the run in run was made with (names, sizes, headers or weights differ)",
+            self.refused(2, "--train must name the shards of the run in run: names, sizes, headers or weights differ",
                          out="run", resume=True, train=other, steps=4)
         (self.dir / "moved").mkdir()
         for path in self.dir.glob("*.bin"):
@@ -159,11 +159,11 @@ class Mixtures(Case):
             (2, "a_*.bin:0.1234567890123456789", number), (2, "a_*.bin:1e19", number), (2, f"a_*.bin:1{'0' * 50}", number),
             (2, f"a_*.bin:0.5{'0' * 50}", number), (2, "a_*.bin:+1", number), (2, "a_*.bin: 1", number),
             (2, "a_*.bin:1e18,b_*.bin:0.1", digits), (2, "a_*.bin:4611686018427387904,b_*.bin:1", digits),
-            (2, ",".join(many), "--train: more than 64 sets"),
+            (2, ",".join(many), "--train: at most 64 sets are possible"),
             (1, "a_*.bin:1,none_*.bin:1", "--train: no file matches 'none_*.bin'; scripts/prepare_text.py"),
             (1, "a_*.bin:1,short_*.bin:1", "--train: no shard of 'short_*.bin' holds a window of 33 tokens (--seq-len 32 and one more): "
              "the longest of 1 has 20"),
-            (1, "a_*.bin:1,a_*.bin:1", "--train: 'a_*.bin' has a_0.bin, and an earlier set has it too"),
+            (1, "a_*.bin:1,a_*.bin:1", "--train: 'a_*.bin' has a_0.bin, and so has an earlier set"),
         ):
             with self.subTest(train):
                 self.refused(code, words, train=train, out="run", steps=1)

@@ -158,18 +158,18 @@ class BadOptions(Case):
             (("--experts 4", "--groups 3"), dict(groups=3)),
             (("--top-groups 3", "--groups 2"), dict(groups=2, top_groups=3)),
             (("--top-k 3", "2 experts of --top-groups 1"), dict(groups=2, top_groups=1, top_k=3)),
-            (("--rope-dim 7", "odd"), dict(rope_dim=7)),
+            (("--rope-dim 7 must be even",), dict(rope_dim=7)),
             (("--dense-layers 3", "--layers 2"), dict(dense_layers=3)),
-            (("--mtp 1 needs a longer --seq-len than 1",), dict(mtp=1, seq_len=1)),
+            (("--mtp 1 needs --seq-len 2 or more",), dict(mtp=1, seq_len=1)),
             (("--tokens-per-step 100", "--batch 2 x --seq-len 32 = 64"), dict(tokens_per_step=100)),
-            (("--mx-stats 5", "nothing that it measures is quantized"), dict(mx_stats=5, combine_precision="mxfp8")),
-            (("--mx-stats 5", "nothing that it measures is quantized"), dict(mx_stats=5, dispatch_precision="mxfp8", dense_layers=2)),
+            (("--mx-stats 5", "no tensor that it measures is quantized"), dict(mx_stats=5, combine_precision="mxfp8")),
+            (("--mx-stats 5", "no tensor that it measures is quantized"), dict(mx_stats=5, dispatch_precision="mxfp8", dense_layers=2)),
         ):
             for dry_run in (False, True):
                 with self.subTest(options, dry_run=dry_run):
                     self.refused(2, *words, out="run", dry_run=dry_run, **options)
         self.refused(2, "--train is missing", train=None, out="run")
-        self.refused(2, "--clip 1e-46 is next to nothing: at least 1e-30, or 0 for no clipping", clip=1e-46)
+        self.refused(2, "--clip 1e-46 is too small: give at least 1e-30, or 0 for no clipping", clip=1e-46)
         self.refused(2, "--resume needs --out", resume=True)
         self.refused(2, "--save-every needs --out", save_every=5)
         self.refused(2, "--mx-stats needs --out", mx_stats=5, dispatch_precision="mxfp8")
@@ -264,7 +264,7 @@ class BadOptions(Case):
                               self.train(dry_run=True, moments="bf16", **options).stderr)
             self.assertEqual(said, expected)
             self.assertNotIn("--moments", self.train(dry_run=True, **options).stderr)
-        self.assertIn("warning: --moments bf16 --beta2 0.999: second moments follow gradients that shrink late or never",
+        self.assertIn("warning: --moments bf16 --beta2 0.999: second moments follow shrinking gradients late or never",
                       self.train(dry_run=True, moments="bf16", beta2=0.999).stderr)
 
     def test_precision_stands_for_a_set(self):
@@ -369,7 +369,7 @@ class TokenizerBesideShards(Case):
 
     def test_it_is_not_there(self):
         self.beside.rename(self.dir / "data/other_tokenizer.bin")
-        self.assertIn("\ntokenizer  none: ids go beyond 256\n", self.check("", 50257).stdout)
+        self.assertIn("\ntokenizer  none: token ids go beyond 256, so they are no bytes\n", self.check("", 50257).stdout)
         self.assertRegex(self.call(command(dry_run="all", train=None)).stdout, r"  vocab 257\b")
         shutil.copy(self.dir / "data/text_train_000000.bin", self.dir / "data/texts.bin")
         self.check("", 50257, train="data/texts.bin")
@@ -780,7 +780,7 @@ class Reports(Case):
         options = {"--model": "16b", "--ranks": 8, "--ep": 8, "--shard": "weights", "--seq-len": 4096, "--batch": 3, "--precision": "mxfp8"}
         for gib, least, most in ((72, 1.25, 2), (100, 2, 5), (10**4, 8, 8)):
             done = self.call([PROGRAM, "--dry-run", "--gpu-memory", str(gib), *(str(word) for pair in options.items() for word in pair)])
-            load = float(re.search(r"\n           up to ([\d.]+) times the mean load on a rank; 8 is all tokens on one\n", done.stdout)[1])
+            load = float(re.search(r"\n           fits with up to ([\d.]+) times the mean load on a rank \(8: all tokens on one rank\)\n", done.stdout)[1])
             self.assertTrue(least <= load <= most, load)
             for capacity, fits in ((load - 0.006, True), (load + 0.006, load == 8)):
                 total, _ = self.plan(10**6, {**options, "--capacity": capacity})

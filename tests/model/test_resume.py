@@ -93,7 +93,7 @@ class ResumeOptions(Case):
         for step in checkpoints(out):
             record = manifest(out / step)
             write_manifest(out / step, {**record, "options": {**record["options"], "z-loss": 0.01}})
-        self.refused(2, "the run in run was made with --z-loss 0.01, which this version of train_moe does not have", out="run", resume=True, steps=22)
+        self.refused(2, "the run in run was made with --z-loss 0.01: go on with a version of train_moe that has it", out="run", resume=True, steps=22)
         for step in checkpoints(out):
             write_manifest(out / step, {**manifest(out / step), "options": {**record["options"], "z-loss": 0}})
         self.train(out="run", resume=True, steps=22)
@@ -241,7 +241,7 @@ class ResumeOptions(Case):
     def test_without_a_checkpoint(self):
         (self.dir / "empty").mkdir()
         for out in ("new", "empty"):
-            self.assertIn(f"there is no checkpoint in {out} to resume from, and --train is missing to start afresh",
+            self.assertIn(f"there is no checkpoint in {out} to resume from; --train is needed to start afresh",
                           self.alone(out=out, code=2).stderr)
 
     def test_of_more_ranks(self):
@@ -249,7 +249,7 @@ class ResumeOptions(Case):
         record = manifest(out / "step_00000020")
         record["options"]["ep"] = 4
         write_manifest(out / "step_00000020", record)
-        self.assertIn("--ep 4 does not divide the 1 rank of the run (unless given, it is as the checkpoint has it; --ep 1 fits)",
+        self.assertIn("--ep 4 does not divide the 1 rank of the run (without --ep, the value of the checkpoint counts; --ep 1 fits)",
                       self.alone(code=2).stderr)
         self.alone("--ep", "1")
 
@@ -300,11 +300,11 @@ class ResumeOptions(Case):
         for shard in self.data.glob("text_train_*"):
             shutil.copy(shard, self.dir / "more")
         write_shard(self.dir / "more/text_train_000002.bin", text(100))
-        self.refused(2, "--train names other shards", train="more/*.bin", **resume)
-        self.refused(2, "--train names other shards", train="more/text_train_000000.bin", **resume)
+        self.refused(2, "--train must name the shards of the run", train="more/*.bin", **resume)
+        self.refused(2, "--train must name the shards of the run", train="more/text_train_000000.bin", **resume)
         (self.dir / "more/text_train_000002.bin").unlink()
         write_shard(self.dir / "more/text_train_000001.bin", text(901, 8))
-        self.refused(2, "--train names other shards", train="more/*.bin", **resume)
+        self.refused(2, "--train must name the shards of the run", train="more/*.bin", **resume)
         write_shard(self.dir / "more/text_train_000001.bin", text(900, 8))
         self.train(train="more/*.bin", **resume)
 

@@ -91,8 +91,8 @@ class Log(Case):
 
     def test_lines_left_out(self):
         """The first time that a step has no line on the terminal, one line says so."""
-        words = "(at most two steps a second are printed; %slog.jsonl has all)"
-        for more, said in (dict(out="run"), words % ""), (dict(), words % "with --out its "):
+        words = "(at most two steps a second are printed; %slog.jsonl has all steps)"
+        for more, said in (dict(out="run"), words % ""), (dict(), words % "with --out "):
             lines = self.train(steps=200, **more).stdout.splitlines()
             self.assertEqual(lines.count(said), 1)
             self.assertLess(sum(line.startswith("step ") for line in lines), 200)
@@ -171,7 +171,7 @@ class Log(Case):
 
     def test_mxfp8_that_does_not_pay(self):
         """Narrow products are no faster in MXFP8 on a GPU: options that ask for them get a warning, others do not."""
-        words = "--precision mxfp8 at --dim {} and --expert-ffn 64: at such widths MXFP8 is for its loss, not for speed"
+        words = "--precision mxfp8 at --dim {} and --expert-ffn 64: at such widths MXFP8 is no faster than bf16"
         for options, said in ((dict(precision="mxfp8", dim=512), CUDA), (dict(precision="mxfp8", dim=768), False),
                               (dict(precision="mxfp8-exact", dim=64), False), (dict(dim=64), False)):
             done = self.train(dry_run=True, layers=2, dense_layers=1, expert_ffn=64, kv_lora=32, **options)

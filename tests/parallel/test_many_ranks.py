@@ -423,7 +423,7 @@ class Faults(Case):
     @unittest.skipIf(CUDA, SAME_CODE)
     def test_data(self):
         for name in ("shard_missing", "other_shards", "other_contents"):
-            self.on_all(name, rf"--train: rank {VICTIM} sees other files than rank 0 \(names, sizes, headers or tokens; of shards 64 windows are compared\)$")
+            self.on_all(name, rf"--train: rank {VICTIM} sees other files than rank 0 \(names, sizes, headers, or tokens of 64 windows of shards differ\): copy the same files to all machines$")
         self.on_all("other_validation", rf"--val: rank {VICTIM} sees other files than rank 0")
         self.on_all("other_questions", rf"--eval: rank {VICTIM} sees other files than rank 0")
         self.on_all("other_tokenizer", rf"--tokenizer: rank {VICTIM} sees other files than rank 0")
@@ -444,7 +444,7 @@ class Faults(Case):
         outcome = self.outcome("disk_slow")
         self.assertEqual((outcome.code, outcome.errors), (0, []), outcome)
         self.failed("disk_hangs", 1, rf"^rank 0 of {RANKS} .* rank {VICTIM} \(.+\) holds up 'save', where {RANKS - 1} of {RANKS} "
-                    rf"ranks have waited for \d+ s: it hangs in work of its own or on its disk, .*--timeout {LIMIT} is the limit")
+                    rf"ranks have waited for \d+ s: its own work or its disk hangs, .*--timeout {LIMIT} is the limit")
 
     @unittest.skipIf(CUDA, SAME_CODE)
     def test_disk_full(self):

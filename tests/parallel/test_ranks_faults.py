@@ -114,7 +114,7 @@ class Faults(unittest.TestCase):
         self.error("threads", 1, r"^rank 1 of 4 \(.+\): the fault of a thread$")
 
     def test_a_rank_is_busy(self):
-        self.error("busy", 1, r"rank 1 \(.+\) holds up 'barrier', where 3 of 4 ranks have waited .* work of its own.* --timeout 3 is "
+        self.error("busy", 1, r"rank 1 \(.+\) holds up 'barrier', where 3 of 4 ranks have waited .* its own work or its disk.* --timeout 3 is "
                    "the limit; the start and the first step, .*, take longest: a larger --timeout may be all that is missing$")
 
     def test_a_rank_waits_elsewhere(self):
