@@ -214,7 +214,8 @@ static void* look_on(void* unused) {
         int turn_to_speak = index < 10 ? index : 10;
         if (mine->waited > watcher.limit + 2 * SILENCE + turn_to_speak)
             die(EXIT_FAILED,
-                "rank 0 (%s) holds up '%s', where this rank has waited for %.0f s: stopped, or its machine or network hangs; --timeout %g is the limit%s",
+                "rank 0 (%s) holds up '%s', where this rank has waited for %.0f s: stopped, or its machine or network "
+                "hangs; --timeout %g is the limit%s",
                 watcher.ranks[0].host, mine->what, mine->waited, watcher.limit, hint());
 
         // They send their notes. The last one has `stopped` set.

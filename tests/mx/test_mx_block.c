@@ -366,7 +366,8 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     size_t room = arena_bytes(&plan);
     arena_free(&plan);
     // Statistics leave NaN out. With this fill, elements that they must not count are about 0.75 instead.
-    Pool* pool = pool_create("pool of a test", measured ? filled_with(0x3f, room) : poison(room), room, (size_t)1 << 30);
+    Pool* pool =
+        pool_create("pool of a test", measured ? filled_with(0x3f, room) : poison(room), room, (size_t)1 << 30);
     Dispatch* dispatch = dispatch_create(NULL, pool, NULL, ctx);
     // The experts' weights, quantized.
     GemmWorkspace gemms;

@@ -7,7 +7,8 @@ static void draw_case(int64_t n, double mean, double std, int64_t first) {
     const auto low = got.got();
     R want(n);
     masters_draw(got.low + 1, got.weight.dev + 1, n, mean, std, 5, 7u << 20 | 3, first, ctx);
-    REFERENCE(masters_draw)((Master*)want.ref(), (floatX*)want.ref(), n, mean, std, 5, 7u << 20 | 3, first, reference_ctx);
+    REFERENCE(masters_draw)
+    ((Master*)want.ref(), (floatX*)want.ref(), n, mean, std, 5, 7u << 20 | 3, first, reference_ctx);
     const auto there = got.got(), weight = got.weight.got();
     int64_t differ = 0, rounded = 0;
     for (int64_t i = 0; i < n; i++) {
