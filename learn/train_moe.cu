@@ -21,7 +21,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <chrono>
-
 // clang-format off: short statements share a row
 typedef __nv_bfloat16 bf16;
 #define DEVICE static __device__ __forceinline__
@@ -67,12 +66,14 @@ static int64_t place(int kind, int unit) {
 }
 static void plan_parameters(void) {
     const int latent = c.q_lora ? c.L : 0, dense = c.dense_layers, moe = c.moe, sF = c.shared * c.F;
-    const Parameter table[KINDS] = {
-        {latent, 1, c.q_lora, c.C}, {c.L, 1, c.H * c.QK, c.q_lora ? c.q_lora : c.C}, {c.L, 1, c.KVA, c.C},
-        {c.L, 1, c.H * c.KV, c.kv_lora}, {c.L, 1, c.C, c.H * c.v}, {dense, 2, c.dense_ffn, c.C},
-        {dense, 1, c.C, c.dense_ffn}, {moe, 2, sF, c.C}, {moe, 1, c.C, sF}, {moe, 2 * c.E, c.F, c.C},
-        {moe, c.E, c.C, c.F}, {1, 1, c.Vp, c.C}, {1, 1, c.Vp, c.C}, {moe, 1, c.E, c.C},
-        {c.L, 1, 1, c.C}, {latent, 1, 1, c.q_lora}, {c.L, 1, 1, c.kv_lora}, {c.L, 1, 1, c.C}, {1, 1, 1, c.C}};
+    const Parameter table[KINDS] = {  // units, matrices, rows, columns
+        /* WQA */ {latent, 1, c.q_lora, c.C}, /* WQ */ {c.L, 1, c.H * c.QK, c.q_lora ? c.q_lora : c.C},
+        /* WKVA */ {c.L, 1, c.KVA, c.C}, /* WKVB */ {c.L, 1, c.H * c.KV, c.kv_lora}, /* WO */ {c.L, 1, c.C, c.H * c.v},
+        /* DENSE13 */ {dense, 2, c.dense_ffn, c.C}, /* DENSE2 */ {dense, 1, c.C, c.dense_ffn},
+        /* SHARED13 */ {moe, 2, sF, c.C}, /* SHARED2 */ {moe, 1, c.C, sF}, /* W13 */ {moe, 2 * c.E, c.F, c.C},
+        /* W2 */ {moe, c.E, c.C, c.F}, /* EMBEDDING */ {1, 1, c.Vp, c.C}, /* LM_HEAD */ {1, 1, c.Vp, c.C},
+        /* ROUTER */ {moe, 1, c.E, c.C}, /* NORM1 */ {c.L, 1, 1, c.C}, /* Q_NORM */ {latent, 1, 1, c.q_lora},
+        /* KV_NORM */ {c.L, 1, 1, c.kv_lora}, /* NORM2 */ {c.L, 1, 1, c.C}, /* FINAL_NORM */ {1, 1, 1, c.C}};
     for (int k = 0; k < KINDS; k++) {
         parameter[k] = table[k], parameter[k].at = parameters;
         parameters = place(k, table[k].units);
@@ -90,22 +91,27 @@ static struct Saved {
     int *token, *choice;               // (capacity) of a row, -1 for a pad row
     int *tile_expert, *start;          // (capacity / TILE) of a tile, -1 behind the end; (E + 1) an expert's first row
 } * saved;
-
-// Buffers from one op to the next. A name with d is the gradient of that without; rows are those of experts.
+// Buffers from one op to the next. A name with d is the gradient of that without, in the same shape. M is the largest
+// hidden width of the dense MLP and the shared expert. `rows` are those of experts, (capacity, ...).
 static struct Work {
-    bf16 *x, *norm, *out, *a, *rows_a, *rows, *logits, *muon_x, *muon_next, *muon_a, *muon_b;
-    bf16 *dx, *dnorm, *dattention, *dq, *dkva, *dkv, *dckv, *dcq, *dcq_norm, *da, *dh, *rows_dh, *dlogits_router;
-    float *rstd, *logits_router, *dk_rope, *dgate, *losses;  // dk_rope: (B, H, T, rope), of each head
-    float *dnorms, *bias;       // (NORM_BLOCKS, all norms): parts of gradients; (moe, E): the router's selection biases
+    bf16 *x, *norm, *out, *dx, *dnorm;           // (N, C): x and norm before lm_head; out: a branch, which x gets
+    bf16 *a, *da, *dh;                           // (N, M), (N, M), (N, 2M): of an MLP; backward turns da into a
+    bf16 *rows_a, *rows_dh, *rows;               // (.., F): a, in backward da, then a; (.., 2F); (.., C): y, dx
+    bf16 *dattention, *dq, *dkva, *dkv, *dckv, *dcq, *dcq_norm, *dlogits_router;
+    bf16 *logits;                                // (N, Vp): cross_entropy_kernel overwrites them with their gradient
+    bf16 *muon_x, *muon_next, *muon_a, *muon_b;  // all matrices of a kind: X, the next X; A, B: of the smaller side
+    float *rstd, *logits_router, *losses;        // (N) of the final norm, (N, E), (N)
+    float *dk_rope, *dgate;                      // (B, H, T, rope): each head's part; (N, K)
+    float *dnorms, *bias;       // (NORM_BLOCKS, all norms): parts of gradients; (moe, E): the routers' selection biases
     double* squares;            // (SQUARE_BLOCKS)
     float2 *positions, *delta;  // (T, rope / 2): cosine and sine; (B, H, T): lse, delta
-    int *counts, *tokens;       // (moe, counts_of_block): what routers count; see send_batch
+    int *counts, *tokens;       // (moe, counts_of_block): what routers count, see Counts; (4 N + 1): see send_batch
 } w;
 // Decisions of a step, on the GPU. With ok 0, loss or norm is not finite, and nothing is updated.
 static struct Stats {
     double loss, norm; float clip; int ok, fullest;  // clip: factor on gradients; fullest: an expert's most tokens
 } * stats;
-// Every call of CUDA and cuBLAS is checked; 0 is success in both.
+// Every call of CUDA and cuBLAS is checked; 0 is success in both. The name holds for an error of CUDA.
 #define CHECK(call) check((int)(call), #call, __LINE__)
 static void check(int error, const char* call, int line) {
     const char* name = cudaGetErrorName((cudaError_t)error);
@@ -122,6 +128,7 @@ static void allocate(int64_t rows, Number** p, int64_t width, Rest... rest) {
 }
 template <typename... P, typename... A>
 static void launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... arguments) {
+// Launches a kernel, with each argument converted to its parameter's type. An empty grid launches nothing.
     const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;  // 48 KB, unless asked for more
     if (shared > 48 << 10) CHECK(cudaFuncSetAttribute(kernel, most, (int)shared));
     if (grid.x) kernel<<<grid, threads, shared>>>(P(arguments)...);
@@ -150,7 +157,6 @@ static __device__ double block_sum(double x) {
     __syncthreads();
     return sum;
 }
-
 // Eight neighbours of a row, 16 bytes of bf16. All widths are multiples of 8. A bf16 is the upper half of a float.
 struct Eight {
     float x[8];
@@ -196,16 +202,12 @@ DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t* b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 // ldmatrix: four matrices of 8 x 8 from shared memory. Lane l gives the address of row l % 8 of matrix l / 8. It
-// receives of each row l / 4, columns l % 4 * 2 and the next; TRANSPOSED: column l / 4, rows l % 4 * 2 and the next. So
-// no operand is transposed in memory.
+// receives of each row l / 4, columns l % 4 * 2 and the next; TRANSPOSED: column l / 4, rows l % 4 * 2 and the next.
 template <bool TRANSPOSED> DEVICE void ldmatrix(uint32_t (&r)[4], const uint8_t* shared) {
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
-    if (TRANSPOSED)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+#define LDMATRIX(trans) asm volatile("ldmatrix.sync.aligned.m8n8.x4" trans ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+    : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory")
+    if (TRANSPOSED) LDMATRIX(".trans"); else LDMATRIX("");
 }
 // cp.async: 16 bytes from global to shared memory, without registers and without waiting; zeros if not `inside`.
 DEVICE void copy_async(uint8_t* shared, const bf16* global, bool inside) {
@@ -238,9 +240,8 @@ static void linear_backward(bf16* dx, const bf16* dy, const bf16* x, int kind, i
 }
 
 // --- Ops ---
-
-// The gradient of a token's row in the embedding is the sum over its places. The host sorted these by token
-// (send_batch), so a block owns a row. Bound by the most frequent token.
+// The gradient of a token's row in the embedding is the sum of dx over its places order[start[d]] .. order[start[d + 1]
+// - 1], which the host sorted (send_batch). Block d owns the row. Bound by the most frequent token.
 __global__ void embedding_backward_kernel(float* dtable, Work w, Config c) {
     const int *order = w.tokens + 2 * c.B * c.T, *start = order + c.B * c.T, first = start[blockIdx.x];
     for (int at = threadIdx.x * 8; at < c.C; at += blockDim.x * 8) {
@@ -250,7 +251,7 @@ __global__ void embedding_backward_kernel(float* dtable, Work w, Config c) {
         store(dtable + (int64_t)w.tokens[order[first]] * c.C + at, sum);
     }
 }
-// Rows of experts that a token takes from: y[row[i K + k]], times gate[i K + k] unless gate is NULL. K may be 0.
+// A token's rows of experts: y[row[i K + k]], times gate[i K + k] unless gate is NULL. A dense block has none: K is 0.
 struct TokenRows { const bf16* y; const int* row; const float* gate; int K; };
 DEVICE Eight sum_of_rows(const TokenRows& r, int64_t token, int at, int width) {
     Eight sum = {};
@@ -260,8 +261,8 @@ DEVICE Eight sum_of_rows(const TokenRows& r, int64_t token, int at, int width) {
 }
 
 // RMSNorm: y (n, width) = scale x rstd, with the ops before it. With `token`, x is a table, the embedding. With
-// `branch`, x becomes x + branch + the gated rows of a token's experts. `sum` gets x. A warp takes a row. Bound by
-// memory.
+// `branch`, x becomes x + branch + the gated rows of a token's experts. `sum` gets x, rounded. A warp takes a row, and
+// each lane the same columns in both loops: so it reads its own `sum`, without a barrier. Bound by memory.
 __global__ void rmsnorm_forward_kernel(bf16* y, float* rstd, bf16* sum, const bf16* x, int x_row, const int* token,
                                        const bf16* branch, TokenRows rows, const bf16* scale, int n, int width) {
     const int64_t i = blockIdx.x * 8 + threadIdx.x / 32;
@@ -285,11 +286,10 @@ static void rmsnorm_forward(bf16* y, float* rstd, bf16* sum, const bf16* x, int 
     launch(rmsnorm_forward_kernel, blocks(n, 8), 256, 0, y, rstd, sum, x, x_row, token, branch, rows,
            weight + place(kind, unit), n, parameter[kind].columns);
 }
-
 // With g = dy scale:  dx = rstd (g - x rstd^2 mean(g x)), or += with add;  dscale = sum of dy x rstd. dy takes in rows
 // of experts first. A lane sums its columns of dscale in shared memory, a block writes its part, and
 // norms_backward_kernel adds the parts of all norms. Bound by memory.
-enum { NORM_BLOCKS = 528, SQUARE_BLOCKS = 1056 };
+enum { NORM_BLOCKS = 528, SQUARE_BLOCKS = 1056 };  // 4 and 8 for each of 132 SMs; fixed, as the order of sums is
 __global__ void rmsnorm_backward_kernel(bf16* dx, float* part, int part_row, bf16* dy, TokenRows rows, const bf16* x,
                                         int x_row, const bf16* scale, const float* rstd, int n, int width, int add) {
     extern __shared__ __align__(128) uint8_t memory[];
@@ -329,14 +329,14 @@ __global__ void norms_backward_kernel(float* dscale, const float* part, int n) {
 }
 static void rmsnorm_backward(bf16* dx, bf16* dy, TokenRows rows, const bf16* x, int x_row, int kind, int unit,
                              const float* rstd, int n, int add) {
-    const int width = parameter[kind].columns, warps = width > 2048 ? 2 : 8;
+    const int width = parameter[kind].columns, warps = width > 2048 ? 2 : 8;  // a row for each in shared memory
     const int64_t at = place(kind, unit), first = parameter[NORM1].at;
     launch(rmsnorm_backward_kernel, NORM_BLOCKS, warps * 32, warps * width * sizeof(float), dx, w.dnorms + (at - first),
            (int)(parameters - first), dy, rows, x, x_row, weight + at, rstd, n, width, add);
 }
 
-// RoPE, in place: pair i turns by the angle t 10000^(-2i / rope). Head H is the part of keys that all heads share.
-// Backward turns back, and head H is first the sum over heads of dk_rope. Bound by memory.
+// RoPE, in place: pair i turns by the angle t 10000^(-2i / rope). Heads 0 .. H - 1 are queries, `head` H is the part of
+// keys that all heads share. Backward turns back: there, head H is the sum of dk_rope over the heads. Bound by memory.
 __global__ void rope_kernel(bf16* q, bf16* kva, Work w, Config c, int n, int direction) {
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, vectors = c.rope / 8, token = i / vectors / (c.H + 1);
     const int at = i % vectors * 8, head = i / vectors % (c.H + 1), t = token % c.T;
@@ -358,13 +358,12 @@ __global__ void rope_kernel(bf16* q, bf16* kva, Work w, Config c, int n, int dir
 // Flash attention (Dao 2023, arXiv 2307.08691), causal: S = q k^T / sqrt(QK), P = softmax(S), out = P v. P never exists
 // whole: a block keeps its own rows in shared memory, and walks the others in tiles. While one tile is multiplied,
 // cp.async fills the other buffer. D is rope: a row of q or k has 3 D numbers, one of v 2 D. Rows are 16 bytes longer,
-// so that the eight that ldmatrix reads at once are in different banks. Bound by the tensor cores, and as much by
-// shared memory.
-template <int D> struct Rows {  // STEP: rows of a tile
+// so that the eight that ldmatrix reads at once are in different banks. Bound by tensor cores and shared memory.
+template <int D> struct Rows {  // STEP rows are a tile, as many as let two blocks share an SM; the others are bytes
     enum { STEP = D == 64 ? 32 : 64, LONG = 6 * D + 16, SHORT = 4 * D + 16, BYTES = STEP * (LONG + SHORT) };
 };
 enum { ATTENTION_THREADS = 128, QUERIES = 128, OWN = 64 };  // rows that a block owns: in forward, in backward
-// The head of this block. Returns H times the first token of its sequence, plus the head.
+// Moves a block's own copies of s and w to its sequence and head. Returns H * (the sequence's first token) + head.
 template <int D> DEVICE int64_t select_head(Saved& s, Work& w, const Config& c) {
     const int64_t first = blockIdx.x / c.H * (int64_t)c.T, at = first * c.H + blockIdx.x % c.H;
     s.q += at * 3 * D, s.kv += at * 4 * D, s.kva += first * c.KVA + c.kv_lora, w.dattention += at * 2 * D;
@@ -386,7 +385,7 @@ DEVICE void copy_pair(uint8_t* a, uint8_t* b, const Saved& s, const Work& w, con
     if (KEYS) copy_rows<D, ROWS>(a + 4 * D, Rows<D>::LONG, s.kva, c.KVA, first, c.T);
     copy_rows<2 * D, ROWS>(b, Rows<D>::SHORT, KEYS ? s.kv + 2 * D : w.dattention, c.H * (KEYS ? 4 : 2) * D, first, c.T);
 }
-// s (16 M, 8 N) = a b^T over WIDTH numbers of rows in shared memory
+// s (16 M, 8 N) = a b^T over WIDTH numbers of rows in shared memory. y has b of two products, 8 rows each: m % 2.
 template <int WIDTH, int M, int N>
 DEVICE void multiply_rows(float (&s)[M][N][4], const uint8_t* a, const uint8_t* b, int pitch) {
     const int lane = threadIdx.x % 32;
@@ -413,19 +412,18 @@ DEVICE void multiply_add(float (&d)[M][N][4], const uint32_t (&p)[M][K][4], cons
         for (int m = 0; m < 2 * M; m++) mma(d[m / 2][n + m % 2], p[m / 2][k], y + m % 2 * 2);
     }
 }
-// Sums, rounded, as the left operand of a product: two neighbouring d of mma.sync are an a.
+// Sums, rounded, as a left operand: two neighbouring d of mma.sync are an a, each with its rows g, then g + 8.
 template <int M, int N> DEVICE void pack_tile(uint32_t (&p)[M][N / 2][4], const float (&s)[M][N][4]) {
     for (int i = 0; i < M * N * 2; i++) {
         const float* pair = &s[i / (2 * N)][i / 2 % N][i % 2 * 2];
         p[i / (2 * N)][i / 4 % (N / 2)][i % 4] = pack(pair[0], pair[1]);
     }
 }
-// Calls f(x, i, column) for all that a lane holds of s. Its rows are 8 i + lane / 4.
+// Calls f(x, i, column) for each number x that a lane holds of s: in row 8 i + lane / 4.
 template <int M, int N, typename F> DEVICE void for_each(float (&s)[M][N][4], F f) {
     for (int i = 0; i < M * N * 4; i++)
         f(s[i / 4 / N][i / 4 % N][i % 4], i / 4 / N * 2 + i % 4 / 2, i / 4 % N * 8 + threadIdx.x % 4 * 2 + i % 2);
 }
-
 // A block owns 128 queries, a warp 32 of them, and walks the keys up to the diagonal. Online softmax: when a row's
 // largest number `top` rises, its sum and out shrink. The longest blocks come first.
 template <int D>
@@ -448,11 +446,11 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, 2) attention_forward_kernel
         __syncthreads();
         if (n + 1 < tiles) copy_pair<D, STEP, true>(keys + other, values + other, s, w, c, (n + 1) * STEP);
         copy_commit();
-        if (n * STEP > row + 31) continue;
+        if (n * STEP > row + 31) continue;  // all keys are after the warp's last query
         float z[2][STEP / 8][4], most[4], shrink[4];
         uint32_t p[2][STEP / 16][4];
         multiply_rows<3 * D>(z, own + warp * 32 * LONG, keys + buffer, LONG);
-        if (n * STEP + STEP - 1 > row)
+        if (n * STEP + STEP - 1 > row)  // some are after its first query
             for_each(z, [&](float& x, int i, int column) {
                 if (n * STEP + column > row + 8 * i + lane / 4) x = -INFINITY;
             });
@@ -464,7 +462,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, 2) attention_forward_kernel
             shrink[i] = exp2_fast((top[i] - most[i]) * c.scale2);
             sum[i] *= shrink[i], top[i] = most[i], most[i] *= c.scale2;
         }
-        for_each(z, [&](float& x, int i, int) { sum[i] += x = exp2_fast(x * c.scale2 - most[i]); });
+        for_each(z, [&](float& x, int i, int) { x = exp2_fast(x * c.scale2 - most[i]), sum[i] += x; });  // P
         for_each(o, [&](float& x, int i, int) { x *= shrink[i]; });
         pack_tile(p, z);
         multiply_add(o, p, values + buffer, Rows<D>::SHORT);
@@ -480,11 +478,11 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, 2) attention_forward_kernel
             store2(to + n * 8, o[i / 2][n][i % 2 * 2] / sum[i], o[i / 2][n][i % 2 * 2 + 1] / sum[i]);
     }
 }
-
-// Backward:  delta = <dout, out>,  dP = dout v^T,  dS = P (dP - delta) / sqrt(QK),  dq = dS k,  dk = dS^T q,  dv = P^T
-// dout. Two launches: blocks that own 64 queries compute dq, and leave lse and delta in w.delta. Then, with KEYS,
-// blocks that own keys compute dk and dv, with S and P transposed. Both compute S and dP, but each sum stays in one
-// warp's registers, without atomics. A head leaves its gradient of k_rope in dk_rope.
+// Backward:  delta = <dout, out>,  dP = dout v^T,  dS = P (dP - delta) / sqrt(QK),
+//   dq = dS k,  dk = dS^T q,  dv = P^T dout.  P = 2^(scale2 S - lse), because lse is log2 of the softmax's sum
+// Two launches: blocks that own 64 queries compute dq, and leave lse and delta in w.delta. Then, with KEYS, blocks that
+// own 64 keys compute dk and dv, with S and P transposed. Both compute S and dP, but each sum stays in one warp's
+// registers, without atomics. A head leaves its gradient of k_rope in dk_rope.
 template <int D, bool KEYS> __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
     attention_backward_kernel(Saved s, Work w, Config c) {
     extern __shared__ __align__(128) uint8_t memory[];
@@ -502,7 +500,7 @@ template <int D, bool KEYS> __global__ void __launch_bounds__(ATTENTION_THREADS,
         if (KEYS && i < STEP) of_query[n % 2][i] = t < c.T ? of_head[t] : make_float2(INFINITY, 0);  // 2^-inf: P is 0
         copy_commit();
     };
-    for (int i = 0; i < 2 && !KEYS; i++) {  // four lanes share a row
+    for (int i = 0; i < 2 && !KEYS; i++) {  // four lanes share a row; those behind the end repeat row T - 1
         const int t = min(row + 8 * i + lane / 4, c.T - 1);
         const int64_t from = (int64_t)t * c.H * 2 * D + lane % 4 * (D / 2);
         float delta = 0;
@@ -529,14 +527,14 @@ template <int D, bool KEYS> __global__ void __launch_bounds__(ATTENTION_THREADS,
         for_each(z, [&](float& x, int i, int column) {
             const int distance = n * STEP + column - (row + 8 * i + lane / 4);
             const float2 number = KEYS ? of_query[n % 2][column] : of_row[i];
-            float& ds = dp[0][column / 8][i * 2 + column % 2];
+            float& ds = dp[0][column / 8][i * 2 + column % 2];  // dP at the place of x
             x = (KEYS ? distance >= 0 : distance <= 0) ? exp2_fast(x * c.scale2 - number.x) : 0;
             ds = x * (ds - number.y);
         });
         pack_tile(p, z);
-        if (KEYS) multiply_add(dv, p, tile2 + buffer, SHORT);
+        if (KEYS) multiply_add(dv, p, tile2 + buffer, SHORT);  // dv += P^T dout
         pack_tile(p, dp);
-        multiply_add(d, p, tile + buffer, LONG);
+        multiply_add(d, p, tile + buffer, LONG);  // dq += dS k, or dk += dS^T q
     }
     for (int i = 0; i < 2; i++) {
         const int t = row + 8 * i + lane / 4;
@@ -550,7 +548,7 @@ template <int D, bool KEYS> __global__ void __launch_bounds__(ATTENTION_THREADS,
         }
     }
 }
-template <int D> static void attention(const Saved* s, int n, int backward) {
+template <int D> static void attention_of(const Saved* s, int n, int backward) {
     const dim3 grid(n / c.T * c.H, blocks(c.T, backward ? OWN : QUERIES));
     const size_t own = backward ? OWN * (Rows<D>::LONG + Rows<D>::SHORT) : QUERIES * Rows<D>::LONG;
     const size_t shared = own + 2 * Rows<D>::BYTES;
@@ -560,6 +558,9 @@ template <int D> static void attention(const Saved* s, int n, int backward) {
 }
 
 // SwiGLU: a (n, f) = silu(g) u, for h (n, 2f) = g, then u. A warp takes a row. Bound by memory.
+static void attention(const Saved* s, int n, int backward) {
+    (c.rope == 16 ? attention_of<16> : c.rope == 32 ? attention_of<32> : attention_of<64>)(s, n, backward);
+}
 __global__ void swiglu_forward_kernel(bf16* a, const bf16* h, int n, int f) {
     const int64_t row = blockIdx.x * 8 + threadIdx.x / 32;
     for (int at = threadIdx.x % 32 * 8; at < f && row < n; at += 256) {
@@ -600,10 +601,11 @@ DEVICE double margin_edge(int bin) {  // the lower one; the upper edge is that o
     const int step = bin <= SIDE ? SIDE - bin : bin - SIDE - 1;
     return (bin <= SIDE ? -1 : 1) * ldexp(1 + step % 16 / 16.0, step / 16 - 19);
 }
-// Index of the largest of E values, the first of equals, which becomes -inf. A warp searches.
+// Index of the largest of E values, the first of equals, which becomes -inf. A warp searches: `order` maps the bits of
+// floats to unsigned numbers of the same order, for which a warp has a maximum in one instruction.
 DEVICE int take_best(float* value, int E) {
     unsigned top = 0, best = E;
-    const auto order = [](unsigned bits) { return bits & 0x80000000 ? ~bits : bits | 0x80000000; };  // of floats
+    const auto order = [](unsigned bits) { return bits & 0x80000000 ? ~bits : bits | 0x80000000; };
     const auto key = [&](int e) { return order(__float_as_uint(value[e])); };
     for (int e = threadIdx.x % 32; e < E; e += 32) top = max(top, key(e));
     top = __reduce_max_sync(ALL, top);
@@ -621,12 +623,12 @@ static __host__ __device__ Counts counts_of(const Work& w, const Config& c, int 
     int* load = w.counts + unit * counts_of_block(c);
     return {load, load + c.E, load + c.E + c.B * c.E};
 }
-
 // scores = sigmoid(logits). A token's experts are the K with the largest score + bias. Their gates are their scores,
 // divided by the sum. An expert's margin is the largest score + bias that is not selected, minus its own. A warp takes
 // a token. Bound by latency: 2 K + 1 searches, one after another.
 __global__ void __launch_bounds__(256) router_forward_kernel(Saved s, Work w, Config c, int unit, int n) {
-    __shared__ float of_warp[2][8][MOST_EXPERTS]; __shared__ int load[MOST_EXPERTS];  // score + bias, score; tokens
+    __shared__ float of_warp[2][8][MOST_EXPERTS];  // score + bias, score; take_best changes both
+    __shared__ int load[MOST_EXPERTS];             // the block's tokens of each expert
     const Counts counts = counts_of(w, c, unit);
     const int E = c.E, K = c.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float *biased = of_warp[0][warp], *plain = of_warp[1][warp], *bias = w.bias + unit * E;
@@ -651,12 +653,10 @@ __global__ void __launch_bounds__(256) router_forward_kernel(Saved s, Work w, Co
         const float most = score[next] + bias[next];
         for (int e = lane; e < E; e += 32)
             atomicAdd(&counts.margins[margin_bin(most - (score[e] + bias[e])) * E + e], 1);
-        __syncwarp();
     }
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += 256) atomicAdd(&counts.load[e], load[e]);
 }
-
 // A score's gradient comes through its token's gates, and from the auxiliary loss of the sequence (DeepSeek-V3,
 // equations 17 to 20). There f_e is E / (K T) times the count of `best`:
 //   ds_k = (dgate_k - sum_j dgate_j gate_j) / sum_j s_j       of the selected experts
@@ -674,7 +674,7 @@ __global__ void router_backward_kernel(Saved s, Work w, Config c, int unit, int 
     const int chosen = lane < K ? s.expert[token * K + lane] : -1;
     const float d = lane < K ? w.dgate[token * K + lane] : 0, selected = warp_sum(lane < K ? score[chosen] : 0);
     const float dot_gate = warp_sum(lane < K ? d * s.gate[token * K + lane] : 0);
-    for (int e = lane; e - lane < E; e += 32) {
+    for (int e = lane; e - lane < E; e += 32) {  // shuffles need all lanes, those with e >= E too
         float ds = e < E ? (float)c.aux / n * (f * count[e] - dot_f) / all : 0;
         for (int k = 0; k < K; k++) {
             const float of_choice = (__shfl_sync(ALL, d, k) - dot_gate) / selected;
@@ -686,7 +686,7 @@ __global__ void router_backward_kernel(Saved s, Work w, Config c, int unit, int 
 // Once a step: each bias rises by the K/E quantile of its margins, interpolated inside its bin. The biases then get the
 // mean 0. A block for each MoE block, a thread for each expert.
 __global__ void balance_kernel(Work w, Config c, int n, Stats* stats) {
-    const int *margins = counts_of(w, c, blockIdx.x).margins + threadIdx.x, E = c.E;
+    const int E = c.E, *margins = counts_of(w, c, blockIdx.x).margins + threadIdx.x;  // of this expert, E apart
     const bool mine = threadIdx.x < E;
     const double wanted = (double)n * c.K / E;
     float* bias = w.bias + blockIdx.x * E + threadIdx.x;
@@ -739,8 +739,7 @@ __global__ void __launch_bounds__(1024, 1) sort_by_expert_kernel(Saved s, const 
 // them where they are. The contraction comes in steps of 64. One step is multiplied, and two more arrive in other
 // stages of shared memory. A tile of an operand is 128 rows of 64 numbers, or 64 rows of 128 if rows are the
 // contraction (ACROSS). Vector i of 16 bytes of row r is at place i ^ r % 8 (swizzle). So the eight vectors that
-// ldmatrix reads below each other are in different banks. Bound by the tensor cores, which mma.sync uses at two thirds
-// of wgmma's rate.
+// ldmatrix reads below each other are in different banks. Bound by tensor cores: mma.sync has 2/3 of wgmma's rate.
 enum Pass { UP, DOWN, DOWN_DX, UP_DX, DOWN_DW, UP_DW };
 enum { DEPTH = 64, STAGES = 3, OPERAND = TILE * DEPTH * 2, GROUPED_SHARED = STAGES * 2 * OPERAND };  // bytes
 // Begins to copy a tile: rows from mn and columns from k on; ACROSS: rows from k and columns from mn on. Zeros from
@@ -786,7 +785,7 @@ template <Pass P> __global__ void __launch_bounds__(256, 2)
     if (!DW) b += (int64_t)e * N * K * (P == UP ? 2 : 1);
     auto copy_stage = [&](int k, int stage) {
         uint8_t* to = memory + stage * 2 * OPERAND;
-        if (k < end) copy_tile<DW>(to, a, DW ? M : K, tokens_a, m, DW ? M : INT32_MAX, k, end, 0);
+        if (k < end) copy_tile<DW>(to, a, DW ? M : K, tokens_a, m, DW ? M : INT32_MAX, k, end, 0);  // whole tiles
         to += OPERAND;
         if (k < end) copy_tile<ACROSS_B>(to, b, ACROSS_B ? N : K, tokens_b, n, N, k, end, P == UP ? N : 0);
         copy_commit();
@@ -805,8 +804,8 @@ template <Pass P> __global__ void __launch_bounds__(256, 2)
             for (int i = 0; i < 16; i++) mma(d[i / 4][i % 4], x[i / 4], y[i % 4 / 2] + i % 2 * 2);
         }
     }
-    // Epilogue: each lane stores pairs of neighbouring columns. UP: sums j and j + 1 are gate and up of the same
-    // columns.
+    // A lane stores pairs of neighbouring columns: pair i is in row-block i / 4 (8 rows) and column-block i % 4 (8
+    // columns) of the warp. UP: column-blocks 0 and 1, and 2 and 3, are gate and up of the same columns.
     for (int i = 0; i < 32; i += P == UP ? 2 : 1) {
         const float *sum = &d[i / 8][i % 4][i / 4 % 2 * 2], x = sum[0], y = sum[1];
         const int row = m + warp_m + i / 4 * 8 + lane / 4;
@@ -831,7 +830,7 @@ static void grouped_gemm(void* out, bf16* act, const bf16* a, const bf16* b, con
 
 // Cross-entropy: loss = -ln softmax(z)_target. The gradient of the mean overwrites the logits, unless scale is 0. A
 // block reads a row twice: for the online softmax, then for the gradient, from the L2 cache. Columns from V on are
-// padding. Bound by memory: the logits are the largest buffer of a step.
+// padding. A thread without columns has top -1e30: with -inf, top - top would be NaN. Bound by memory.
 __global__ void __launch_bounds__(512) cross_entropy_kernel(Work w, const int* target, int V, int Vp, float scale) {
     __shared__ float of_warp[2][16];
     bf16* z = w.logits + (int64_t)blockIdx.x * Vp;
@@ -861,57 +860,55 @@ __global__ void __launch_bounds__(512) cross_entropy_kernel(Work w, const int* t
 }
 
 // --- Blocks and passes ---
-
 // MLA, multi-head latent attention (DeepSeek-V2): keys and values come from a narrow latent. w.out (N, C) from norm1.
 static void mla_forward(const Saved* s, int l, int n) {
-    // Queries of all heads: from x, or through a normalised latent. Keys and values: the same.
-    linear_forward(c.q_lora ? s->cq : s->q, s->norm1, c.q_lora ? WQA : WQ, l, n);
+    // Queries of all heads: from norm1, or through a normalised latent. Keys and values: the same.
+    linear_forward(c.q_lora ? s->cq : s->q, s->norm1, c.q_lora ? WQA : WQ, l, n);  // (N, C) -> (N, q_lora or H QK)
     if (c.q_lora) {
         rmsnorm_forward(s->cq_norm, s->rstd_q, NULL, s->cq, c.q_lora, Q_NORM, l, n, NULL);
-        linear_forward(s->q, s->cq_norm, WQ, l, n);
+        linear_forward(s->q, s->cq_norm, WQ, l, n);  // (N, q_lora) -> (N, H QK)
     }
-    linear_forward(s->kva, s->norm1, WKVA, l, n);
+    linear_forward(s->kva, s->norm1, WKVA, l, n);  // (N, C) -> (N, kv_lora + rope)
     rmsnorm_forward(s->ckv, s->rstd_kv, NULL, s->kva, c.KVA, KV_NORM, l, n, NULL);
-    linear_forward(s->kv, s->ckv, WKVB, l, n);
+    linear_forward(s->kv, s->ckv, WKVB, l, n);  // (N, kv_lora) -> (N, H (nope + v))
     launch(rope_kernel, blocks((int64_t)n * (c.H + 1) * c.rope / 8, 256), 256, 0, s->q, s->kva, w, c, n, 1);
-    (c.rope == 16 ? attention<16> : c.rope == 32 ? attention<32> : attention<64>)(s, n, 0);
-    linear_forward(w.out, s->attention, WO, l, n);
+    attention(s, n, 0);
+    linear_forward(w.out, s->attention, WO, l, n);  // (N, H v) -> (N, C)
 }
 // w.dnorm (N, C) from w.dx: the lines of forward from last to first
 static void mla_backward(const Saved* s, int l, int n) {
-    linear_backward(w.dattention, w.dx, s->attention, WO, l, n, 0);
-    (c.rope == 16 ? attention<16> : c.rope == 32 ? attention<32> : attention<64>)(s, n, 1);
+    linear_backward(w.dattention, w.dx, s->attention, WO, l, n, 0);  // (N, C) -> (N, H v)
+    attention(s, n, 1);  // -> w.dq, w.dkv, w.dk_rope
     launch(rope_kernel, blocks((int64_t)n * (c.H + 1) * c.rope / 8, 256), 256, 0, w.dq, w.dkva, w, c, n, -1);
     // The latent's part of dkva comes through the keys and values. norm1 was the input of two products: a sum.
-    linear_backward(w.dckv, w.dkv, s->ckv, WKVB, l, n, 0);
+    linear_backward(w.dckv, w.dkv, s->ckv, WKVB, l, n, 0);  // (N, H (nope + v)) -> (N, kv_lora)
     rmsnorm_backward(w.dkva, w.dckv, {}, s->kva, c.KVA, KV_NORM, l, s->rstd_kv, n, 0);
-    linear_backward(w.dnorm, w.dkva, s->norm1, WKVA, l, n, 0);
+    linear_backward(w.dnorm, w.dkva, s->norm1, WKVA, l, n, 0);  // (N, kv_lora + rope) -> (N, C)
     if (c.q_lora) {
-        linear_backward(w.dcq_norm, w.dq, s->cq_norm, WQ, l, n, 0);
+        linear_backward(w.dcq_norm, w.dq, s->cq_norm, WQ, l, n, 0);  // (N, H QK) -> (N, q_lora)
         rmsnorm_backward(w.dcq, w.dcq_norm, {}, s->cq, c.q_lora, Q_NORM, l, s->rstd_q, n, 0);
     }
     linear_backward(w.dnorm, c.q_lora ? w.dcq : w.dq, s->norm1, c.q_lora ? WQA : WQ, l, n, 1);
 }
-
 // An MLP: w.out (N, C) = W2 swiglu(W13 norm2), of hidden width f. The dense MLP, and the shared expert.
 static void mlp_forward(const Saved* s, Kind kind13, Kind kind2, int unit, int n) {
     const int f = parameter[kind2].columns;
-    linear_forward(s->h, s->norm2, kind13, unit, n);
+    linear_forward(s->h, s->norm2, kind13, unit, n);  // (N, C) -> (N, 2f)
     launch(swiglu_forward_kernel, blocks(n, 8), 256, 0, w.a, s->h, n, f);
-    linear_forward(w.out, w.a, kind2, unit, n);
+    linear_forward(w.out, w.a, kind2, unit, n);  // (N, f) -> (N, C)
 }
 static void mlp_backward(const Saved* s, Kind kind13, Kind kind2, int unit, int n) {
     const int f = parameter[kind2].columns;
-    gemm(w.da, CUDA_R_16BF, w.dx, 0, weight + place(kind2, unit), 0, n, f, c.C, 1, 0);
+    gemm(w.da, CUDA_R_16BF, w.dx, 0, weight + place(kind2, unit), 0, n, f, c.C, 1, 0);   // (N, C) -> (N, f)
     launch(swiglu_backward_kernel, blocks(n, 8), 256, 0, w.dh, w.da, s->h, *s, w, 0, n, f);
-    gemm(gradient + place(kind2, unit), CUDA_R_32F, w.dx, 1, w.da, 0, c.C, f, n, 1, 0);  // w.da has a now
-    linear_backward(w.dnorm, w.dh, s->norm2, kind13, unit, n, 0);
+    gemm(gradient + place(kind2, unit), CUDA_R_32F, w.dx, 1, w.da, 0, c.C, f, n, 1, 0);  // w.da is a now
+    linear_backward(w.dnorm, w.dh, s->norm2, kind13, unit, n, 0);                        // (N, 2f) -> (N, C)
 }
 
 // y_n = shared(x_n) + sum_k gate_nk mlp_e(x_n), e = expert_nk: w.out and w.rows, which the next norm adds up.
 static void moe_forward(const Saved* s, int l, int n) {
     const int unit = l - c.dense_layers;
-    gemm(w.logits_router, CUDA_R_32F, s->norm2, 0, weight + place(ROUTER, unit), 1, n, c.E, c.C, 1, 0);
+    gemm(w.logits_router, CUDA_R_32F, s->norm2, 0, weight + place(ROUTER, unit), 1, n, c.E, c.C, 1, 0);  // (N, E)
     launch(router_forward_kernel, blocks(n, 64), 256, 0, *s, w, c, unit, n);
     launch(sort_by_expert_kernel, c.E, 1024, 0, *s, counts_of(w, c, unit).load, c, n * c.K);
     grouped_gemm<UP>(s->expert_h, w.rows_a, s->norm2, weight + place(W13, unit), s, 0, c.F, c.C);
@@ -935,29 +932,26 @@ static void moe_backward(const Saved* s, int l, int n) {
 static TokenRows rows_of(int l, int with_gate) {
     return {w.rows, saved[l].row, with_gate ? saved[l].gate : NULL, l < c.dense_layers ? 0 : c.K};
 }
-
-// From n tokens to their losses; with `train`, the logits become their gradients. A norm adds the branch before it to
-// x.
+// From n tokens to their losses; with `train`, the logits become their gradients. x += branch is in the next norm.
 static void forward(int n, int train) {
     CHECK(cudaMemsetAsync(w.counts, 0, (size_t)c.moe * counts_of_block(c) * sizeof(int)));
     for (int l = 0; l < c.L; l++) {
         const Saved* s = &saved[l];
-        if (l) rmsnorm_forward(s->norm1, s->rstd1, s->x, s[-1].x2, c.C, NORM1, l, n, w.out, rows_of(l - 1, 1));
         const bf16* table = weight + place(EMBEDDING, 0);
-        if (!l) rmsnorm_forward(s->norm1, s->rstd1, s->x, table, c.C, NORM1, l, n, NULL, {}, w.tokens);
+        if (l == 0) rmsnorm_forward(s->norm1, s->rstd1, s->x, table, c.C, NORM1, l, n, NULL, {}, w.tokens);
+        if (l > 0) rmsnorm_forward(s->norm1, s->rstd1, s->x, s[-1].x2, c.C, NORM1, l, n, w.out, rows_of(l - 1, 1));
         mla_forward(s, l, n);
         rmsnorm_forward(s->norm2, s->rstd2, s->x2, s->x, c.C, NORM2, l, n, w.out);
         if (l < c.dense_layers) mlp_forward(s, DENSE13, DENSE2, l, n);
         if (l >= c.dense_layers) moe_forward(s, l, n);
     }
     rmsnorm_forward(w.norm, w.rstd, w.x, saved[c.L - 1].x2, c.C, FINAL_NORM, 0, n, w.out, rows_of(c.L - 1, 1));
-    linear_forward(w.logits, w.norm, LM_HEAD, 0, n);
+    linear_forward(w.logits, w.norm, LM_HEAD, 0, n);  // (N, C) -> (N, Vp)
     launch(cross_entropy_kernel, n, 512, 0, w, w.tokens + c.B * c.T, c.V, c.Vp, train ? 1.0f / n : 0.0f);
 }
-// From the logits' gradients to all others. w.dx is that of x, to which each norm adds. `different`: of the batch's
-// tokens.
+// From the logits' gradients to all others. w.dx is that of x: each norm adds to it. `different`: see send_batch.
 static void backward(int n, int different) {
-    linear_backward(w.dnorm, w.logits, w.norm, LM_HEAD, 0, n, 0);
+    linear_backward(w.dnorm, w.logits, w.norm, LM_HEAD, 0, n, 0);  // (N, Vp) -> (N, C)
     rmsnorm_backward(w.dx, w.dnorm, {}, w.x, c.C, FINAL_NORM, 0, w.rstd, n, 0);
     for (int l = c.L - 1; l >= 0; l--) {
         const Saved* s = &saved[l];
@@ -1043,7 +1037,6 @@ __global__ void decide_kernel(Stats* stats, const float* losses, int n, const do
     loss = block_sum(loss) / n, norm = sqrt(block_sum(norm));
     if (threadIdx.x == 0) *stats = {loss, norm, (float)(norm > most ? most / norm : 1), isfinite(loss + norm), 0};
 }
-
 // AdamW. The moments begin at 0: fix1 and fix2 correct that. A thread takes 8 numbers. Bound by memory: 30 bytes each.
 __global__ void adamw_kernel(float* master, bf16* weight, float* m1, float* m2, const float* gradient, int64_t n,
                              int64_t decay_end, float lr, float decay, float fix1, float fix2, const Stats* stats) {
@@ -1055,7 +1048,6 @@ __global__ void adamw_kernel(float* master, bf16* weight, float* m1, float* m2, 
     const Eight next = p - (a * per_size * fix1 + p * (i < decay_end ? decay : 0)) * lr;
     store(master + i, next), store(m1 + i, a), store(m2 + i, b), store(weight + i, next);
 }
-
 // Muon (K. Jordan 2024; Moonlight, arXiv 2502.16982): the momentum of a matrix is made orthogonal by five steps  A = X
 // X^T,  X = a X + (b A + c A A) X. First m = momentum m + g, u = g + momentum m (Nesterov), X = u / |u|.
 __global__ void __launch_bounds__(1024)
@@ -1149,14 +1141,14 @@ static void read_file(int set, const char* path) {
     window[set] = (const uint16_t**)realloc(window[set], (windows[set] + count / c.T) * sizeof(*window[set]));
     for (size_t at = 0; at + c.T < count; at += c.T) window[set][windows[set]++] = from + at;
 }
-// The batch, in pinned memory and on the GPU (w.tokens): inputs (N), targets (N), order (N), start (N + 1).
+// The batch, in pinned memory, and its copy w.tokens on the GPU: inputs (N), targets (N), order (N), start (N + 1).
 static int* batch;
 static void read_window(const uint16_t* from, int i) {
     for (int j = 0; j < c.T; j++) batch[i * c.T + j] = from[j], batch[(c.B + i) * c.T + j] = from[j + 1];
 }
-// Sends a batch of n tokens, with their places sorted by token (order, start). Returns the number of different tokens.
+// Sends a batch of n tokens, their places sorted by token, and where each token begins there. Returns how many differ.
 static int send_batch(int n) {
-    static int* next = (int*)malloc((size_t)(c.V + 1) * sizeof(int));  // place in `order`, for each token
+    static int* next = (int*)malloc((size_t)(c.V + 1) * sizeof(int));  // (V + 1): a token's next place in `order`
     int *order = batch + 2 * c.B * c.T, *start = order + c.B * c.T, different = 0;
     memset(next, 0, (size_t)(c.V + 1) * sizeof(int));
     for (int i = 0; i < n; i++) next[batch[i] + 1]++;
@@ -1171,10 +1163,10 @@ static int send_batch(int n) {
 }
 // Mean loss over the windows, in whole batches.
 static double validate(void) {
-    const int most = c.val_tokens / c.T, batches = (windows[1] < most ? windows[1] : most) / c.B;
-    double loss = 0;
+    const int most = c.val_tokens / c.T, batches = min(windows[1], most) / c.B;
+    double loss = 0; Stats s;
     for (int k = 0; k < batches; k++) {
-        Stats s; for (int i = 0; i < c.B; i++) read_window(window[1][k * c.B + i], i);
+        for (int i = 0; i < c.B; i++) read_window(window[1][k * c.B + i], i);
         send_batch(c.B * c.T), forward(c.B * c.T, 0);
         launch(decide_kernel, 1, 1024, 0, stats, w.losses, c.B * c.T, w.squares, (float)c.clip);
         CHECK(cudaMemcpy(&s, stats, sizeof(s), cudaMemcpyDeviceToHost));
@@ -1266,7 +1258,6 @@ static int read_options(int argc, char** argv) {
     c.scale = 1 / sqrtf((float)c.QK), c.scale2 = c.scale * LOG2E;
     return i;
 }
-
 int main(int argc, char** argv) {
     const int first = read_options(argc, argv), N = c.B * c.T;
     for (int i = first; i < argc; i++) read_file(i + 1 == argc, argv[i]);
