@@ -30,21 +30,22 @@ typedef __nv_bfloat16 bf16;
 static struct Config {
     int L, C, H, q_lora, kv_lora, nope, rope, v, dense_ffn, dense_layers, E, K, shared, F, V;
     int B, T, steps, warmup, seed, val_every, val_tokens, sample;
-    int adamw, dump;  // 1: AdamW for all kinds; 1: the gradients of the first step go to the file `gradients`
+    int adamw, dump;  // 1: AdamW for all kinds, no Muon; 1: step 1 writes its gradients to the file `gradients`
     double lr, muon_lr, weight_decay, clip, aux;
     int QK, KV, KVA, Vp;  // query or key of a head; its nope and v, from the latent; latent and rope; V, padded
     int moe, capacity;    // blocks with experts; rows sorted by expert
     float scale, scale2;  // of attention: QK^-1/2; times log2(e), for exp as a power of two
 } c;
-static const Config TINY = {4, 128, 4, 0, 64, 32, 16, 32, 512, 1, 8, 2, 1, 128, 257,
-                            8, 256, 750, 50, 1, 250, 1000000, 400, 0, 0, 3e-3, 12e-3, 0.1, 1, 1e-2};
-static const Config SMALL = {8, 512, 8, 0, 256, 64, 32, 64, 2048, 1, 32, 4, 1, 384, 50257,
-                             16, 1024, 1000, 50, 1, 100, 65536, 0, 0, 0, 1e-3, 2e-3, 0.1, 1, 1e-2};
-static const char* const NAMES[] = {  // of options, in the order of Config
-    "layers", "dim", "heads", "q-lora", "kv-lora", "nope-dim", "rope-dim", "v-dim", "dense-ffn", "dense-layers",
-    "experts", "top-k", "shared-experts", "expert-ffn", "vocab", "batch", "seq-len", "steps", "warmup", "seed",
-    "val-every", "val-tokens", "sample-tokens", "adamw", "dump", "lr", "muon-lr", "weight-decay", "clip", "aux-loss"};
-enum { WHOLE = 25, OPTIONS = WHOLE + 5 };  // the first are whole numbers
+static const struct { const char* name; double least, tiny, small; } OPTIONS[] = {  // in the order of Config
+    {"layers", 1, 4, 8}, {"dim", 1, 128, 512}, {"heads", 1, 4, 8}, {"q-lora", 0, 0, 0}, {"kv-lora", 1, 64, 256},
+    {"nope-dim", 1, 32, 64}, {"rope-dim", 1, 16, 32}, {"v-dim", 1, 32, 64}, {"dense-ffn", 1, 512, 2048},
+    {"dense-layers", 0, 1, 1}, {"experts", 1, 8, 32}, {"top-k", 1, 2, 4}, {"shared-experts", 1, 1, 1},
+    {"expert-ffn", 1, 128, 384}, {"vocab", 1, 257, 50257}, {"batch", 1, 8, 16}, {"seq-len", 1, 256, 1024},
+    {"steps", 1, 750, 1000}, {"warmup", 0, 50, 50}, {"seed", 0, 1, 1}, {"val-every", 1, 250, 100},
+    {"val-tokens", 1, 1000000, 65536}, {"sample-tokens", 0, 400, 0}, {"adamw", 0, 0, 0}, {"dump", 0, 0, 0},
+    {"lr", 0, 3e-3, 1e-3}, {"muon-lr", 0, 12e-3, 2e-3}, {"weight-decay", 0, 0.1, 0.1}, {"clip", 0, 1, 1},
+    {"aux-loss", 0, 1e-2, 1e-2}};
+enum { WHOLE = 25, OPTION_COUNT = WHOLE + 5 };  // the first are whole numbers
 static const float BETA1 = 0.9f, BETA2 = 0.95f, MOMENTUM = 0.95f, FINAL_LR = 0.1f, TEMPERATURE = 0.8f;
 enum { END_OF_TEXT = 256, MOST_EXPERTS = 256, TILE = 128 };  // each expert's rows end at a multiple of TILE
 // The kinds of matrices, by update rule. Those of a kind are one behind another, so Muon takes them at once.
@@ -55,7 +56,7 @@ enum Kind {
 };
 static struct Parameter {
     int units, matrices, rows, columns;  // blocks that have it; matrices of a block: gate and up are two
-    int64_t at;                          // place of the first in all buffers
+    int64_t at = 0;                      // place of the first in all buffers
 } parameter[KINDS];
 static int64_t parameters;                            // their number
 static float *master, *gradient, *moment1, *moment2;  // moment1: AdamW's first, or Muon's momentum
@@ -117,18 +118,19 @@ static void check(int error, const char* call, int line) {
     const char* name = cudaGetErrorName((cudaError_t)error);
     if (error) fprintf(stderr, "train_moe.cu:%d: error %d (CUDA: %s): %s\n", line, error, name, call), exit(1);
 }
-static void die(int code, const char* message) { fprintf(stderr, "train_moe: %s\n", message), exit(code); }
-// Buffers of `rows` rows, with their widths: allocate(rows, &a, width of a, &b, width of b).
-static void allocate(int64_t) {}
+[[noreturn]] static void die(int code, const char* what, const char* wrong) {
+    fprintf(stderr, "%s: %s\n", what, wrong); exit(code);
+}
+// Buffers of `rows` rows, filled with 0: allocate(rows, &a, width of a, &b, width of b). None is empty, hence + 1.
 template <typename Number, typename... Rest>
 static void allocate(int64_t rows, Number** p, int64_t width, Rest... rest) {
     const size_t bytes = (size_t)(rows * width + 1) * sizeof(Number);
     CHECK(cudaMalloc((void**)p, bytes)); CHECK(cudaMemset(*p, 0, bytes));
-    allocate(rows, rest...);
+    if constexpr (sizeof...(rest) > 0) allocate(rows, rest...);
 }
+// Launches a kernel, with each argument converted to its parameter's type. An empty grid launches nothing.
 template <typename... P, typename... A>
 static void launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... arguments) {
-// Launches a kernel, with each argument converted to its parameter's type. An empty grid launches nothing.
     const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;  // 48 KB, unless asked for more
     if (shared > 48 << 10) CHECK(cudaFuncSetAttribute(kernel, most, (int)shared));
     if (grid.x) kernel<<<grid, threads, shared>>>(P(arguments)...);
@@ -556,11 +558,11 @@ template <int D> static void attention_of(const Saved* s, int n, int backward) {
     launch(attention_backward_kernel<D, false>, grid, ATTENTION_THREADS, shared, *s, w, c);
     launch(attention_backward_kernel<D, true>, grid, ATTENTION_THREADS, shared, *s, w, c);
 }
-
-// SwiGLU: a (n, f) = silu(g) u, for h (n, 2f) = g, then u. A warp takes a row. Bound by memory.
 static void attention(const Saved* s, int n, int backward) {
     (c.rope == 16 ? attention_of<16> : c.rope == 32 ? attention_of<32> : attention_of<64>)(s, n, backward);
 }
+
+// SwiGLU: a (n, f) = silu(g) u, for h (n, 2f) = g, then u. A warp takes a row. Bound by memory.
 __global__ void swiglu_forward_kernel(bf16* a, const bf16* h, int n, int f) {
     const int64_t row = blockIdx.x * 8 + threadIdx.x / 32;
     for (int at = threadIdx.x % 32 * 8; at < f && row < n; at += 256) {
@@ -988,10 +990,12 @@ __global__ void draw_kernel(float* master, bf16* weight, int64_t n, double std, 
         weight[i + k] = __float2bfloat16(master[i + k]);
     }
 }
-// Draws each matrix, or writes each gradient to a file, in the order of the sheet. Unit u has the random streams from u
-// 2^20 on. Matrices that write into the residual stream start smaller: 2 L of them add up.
-static void draw_or_dump(FILE* file) {
+// Draws each matrix, or writes each gradient to the file `path`, in the order of train_moe.c. Unit u has random streams
+// from u 2^20 on. Matrices that write into the residual stream start smaller: 2 L of them add up.
+static void draw_or_dump(const char* path) {
     uint32_t stream = 0;
+    FILE* file = path ? fopen(path, "wb") : NULL;
+    if (path && !file) die(1, path, "cannot be opened");
     auto one = [&](int k, int unit, int matrix = 0) {
         const int64_t rows = k == EMBEDDING || k == LM_HEAD ? c.V : parameter[k].rows;  // without padding
         const int64_t n = rows * parameter[k].columns, at = place(k, unit) + matrix * n;
@@ -1002,7 +1006,7 @@ static void draw_or_dump(FILE* file) {
                           k < NORM1 ? 0.02 / smaller : 0, c.seed, stream++);
         float* host = (float*)malloc((size_t)n * sizeof(float));
         CHECK(cudaMemcpy(host, gradient + at, (size_t)n * sizeof(float), cudaMemcpyDeviceToHost));
-        if (fwrite(host, sizeof(float), (size_t)n, file) != (size_t)n) die(1, "cannot write the file `gradients`");
+        if (fwrite(host, sizeof(float), (size_t)n, file) != (size_t)n) die(1, path, "cannot be written");
         free(host);
     };
     one(EMBEDDING, 0);
@@ -1018,6 +1022,7 @@ static void draw_or_dump(FILE* file) {
     }
     stream = (uint32_t)(c.L + 1) << 20;
     one(LM_HEAD, 0), one(FINAL_NORM, 0);
+    if (file && fclose(file)) die(1, path, "cannot be written");
 }
 
 // --- Optimizers ---
@@ -1097,7 +1102,7 @@ static void update(int step, int n) {
     const double fix1 = 1 / (1 - pow(BETA1, step)), fix2 = 1 / (1 - pow(BETA2, step));
     const int64_t at = c.adamw ? 0 : parameter[EMBEDDING].at, count = parameters - at;
     launch(squares_kernel, SQUARE_BLOCKS, 256, 0, w.squares, gradient, parameters);
-    launch(decide_kernel, 1, 1024, 0, stats, w.losses, n, w.squares, (float)c.clip);
+    launch(decide_kernel, 1, 1024, 0, stats, w.losses, n, w.squares, (float)(c.clip > 0 ? c.clip : INFINITY));
     for (int k = 0; k < EMBEDDING && !c.adamw; k++) muon(k, (float)(c.muon_lr * part));
     launch(adamw_kernel, blocks(count, 2048), 256, 0, master + at, weight + at, moment1 + at, moment2 + at,
            gradient + at, count, parameter[NORM1].at - at, (float)(c.lr * part), (float)c.weight_decay, (float)fix1,
@@ -1136,7 +1141,7 @@ static void read_file(int set, const char* path) {
     uint16_t* from = (uint16_t*)malloc(count * sizeof(*from) + 1);
     good = good && from && fread(from, sizeof(*from), count, file) == count;
     for (size_t i = 0; good && i < count; i++) good = from[i] < c.V;
-    if (!good) fprintf(stderr, "%s: ", path), die(1, "not a whole file of tokens below --vocab");
+    if (!good) die(1, path, file ? "not a whole file of tokens below --vocab" : "cannot be opened");
     fclose(file);
     window[set] = (const uint16_t**)realloc(window[set], (windows[set] + count / c.T) * sizeof(*window[set]));
     for (size_t at = 0; at + c.T < count; at += c.T) window[set][windows[set]++] = from + at;
@@ -1198,7 +1203,6 @@ static void sample(void) {
 static void allocate_everything(void) {
     const int64_t N = (int64_t)c.B * c.T, C = c.C, H = c.H, rows = c.capacity, F = c.F, E = c.E, sF = c.shared * F;
     const int64_t M = c.dense_layers && c.dense_ffn > sF ? c.dense_ffn : sF, latent = c.q_lora;
-    int64_t x = 0, square = 0;
     allocate(parameters, &master, 1, &gradient, 1, &moment1, 1, &moment2, 1, &weight, 1);
     saved = (Saved*)calloc((size_t)c.L, sizeof(Saved));
     for (int l = 0; l < c.L; l++) {
@@ -1220,39 +1224,46 @@ static void allocate_everything(void) {
     allocate(NORM_BLOCKS, &w.dnorms, parameters - parameter[NORM1].at);
     allocate(c.moe, &w.bias, E, &w.counts, counts_of_block(c));
     allocate(1, &stats, 1, &w.squares, SQUARE_BLOCKS, &w.positions, c.T * c.rope / 2);
-    for (int k = 0; k < EMBEDDING && !c.adamw; k++) {
-        const int64_t a = parameter[k].rows, b = parameter[k].columns, n = parameter[k + 1].at - parameter[k].at;
-        x = n > x ? n : x;
-        square = n && n / (a < b ? b : a) * (a < b ? a : b) > square ? n / (a < b ? b : a) * (a < b ? a : b) : square;
-    }
-    allocate(1, &w.muon_x, x, &w.muon_next, x, &w.muon_a, square, &w.muon_b, square);
+    int64_t x = 0; for (int k = 0; k < EMBEDDING && !c.adamw; k++) x = max(x, parameter[k + 1].at - parameter[k].at);
+    allocate(1, &w.muon_x, x, &w.muon_next, x, &w.muon_a, x, &w.muon_b, x);  // x: the largest kind; A, B are not larger
+    float2* turn = (float2*)malloc((size_t)c.T * c.rope / 2 * sizeof(float2));
     for (int i = 0; i < c.T * c.rope / 2; i++) {
         const double angle = i / (c.rope / 2) * pow(10000, -2.0 * (i % (c.rope / 2)) / c.rope);
-        const float2 turn = make_float2((float)cos(angle), (float)sin(angle));
-        CHECK(cudaMemcpy(w.positions + i, &turn, sizeof(turn), cudaMemcpyHostToDevice));
+        turn[i] = make_float2((float)cos(angle), (float)sin(angle));
     }
+    CHECK(cudaMemcpy(w.positions, turn, (size_t)c.T * c.rope / 2 * sizeof(float2), cudaMemcpyHostToDevice));
+    free(turn);
     CHECK(cublasCreate(&cublas));
     CHECK(cudaMallocHost((void**)&batch, (size_t)(4 * N + 1) * sizeof(int)));
 }
-// tiny|small [--NAME NUMBER ...] TRAIN ... VAL. Returns the place of the first TRAIN.
+// tiny|small [--OPTION NUMBER ...] TRAIN ... VAL. Returns the place of the first TRAIN.
 static int read_options(int argc, char** argv) {
-    const int small = argc > 1 && strcmp(argv[1], "small") == 0;
-    int i = 2, wrong = !small && (argc < 2 || strcmp(argv[1], "tiny"));
-    c = small ? SMALL : TINY;
+    const int small = argc > 1 && strcmp(argv[1], "small") == 0, tiny = argc > 1 && strcmp(argv[1], "tiny") == 0;
+    const auto set = [](int k, double x) { if (k < WHOLE) (&c.L)[k] = (int)x; else (&c.lr)[k - WHOLE] = x; };
+    int i = 2;
+    for (int k = 0; k < OPTION_COUNT; k++) set(k, small ? OPTIONS[k].small : OPTIONS[k].tiny);
     for (; i + 1 < argc && strncmp(argv[i], "--", 2) == 0; i += 2) {
-        int k = 0;
-        while (k < OPTIONS && strcmp(argv[i] + 2, NAMES[k])) k++;
-        wrong |= k == OPTIONS;
-        if (k < WHOLE) (&c.L)[k] = atoi(argv[i + 1]);
-        if (k >= WHOLE && k < OPTIONS) (&c.lr)[k - WHOLE] = atof(argv[i + 1]);
+        char* end; const double number = strtod(argv[i + 1], &end);
+        int k = 0; while (k < OPTION_COUNT && strcmp(argv[i] + 2, OPTIONS[k].name)) k++;
+        if (k == OPTION_COUNT) die(2, argv[i], "no such option; without arguments, the program names all");
+        const int is_number = end > argv[i + 1] && *end == 0, is_whole = number == floor(number);
+        if (!is_number || (k < WHOLE && !is_whole) || !(number >= OPTIONS[k].least && number <= INT32_MAX))
+            fprintf(stderr, "%s: needs a %s from %g on\n", argv[i], k < WHOLE ? "whole number" : "number",
+                    OPTIONS[k].least), exit(2);
+        set(k, number);
     }
-    for (int k = 0; k < OPTIONS && (wrong || argc - i < 2); k++) fprintf(stderr, "%s ", NAMES[k]);
-    if (wrong || argc - i < 2) die(2, "usage: tiny|small [--NAME NUMBER ...] TRAIN.bin ... VAL.bin");
+    if ((!small && !tiny) || argc - i < 2) {
+        for (const auto& option : OPTIONS) fprintf(stderr, "--%s ", option.name);
+        die(2, "\nusage", "tiny|small [--OPTION NUMBER ...] TRAIN.bin ... VAL.bin");
+    }
     if (c.nope != 2 * c.rope || c.v != c.nope || (c.rope != 16 && c.rope != 32 && c.rope != 64))
-        die(2, "rope-dim is 16, 32 or 64; nope-dim and v-dim are twice that");
-    if ((c.C | c.q_lora | c.kv_lora | c.dense_ffn | c.F | c.E) % 8) die(2, "widths and experts are multiples of 8");
-    if (c.E > MOST_EXPERTS || c.K > 32 || c.K >= c.E || c.shared < 1)
-        die(2, "experts are at most 256, top-k is below that and at most 32, shared-experts is at least 1");
+        die(2, "--rope-dim", "must be 16, 32 or 64, and --nope-dim and --v-dim twice that");
+    if ((c.C | c.q_lora | c.kv_lora | c.dense_ffn | c.F | c.E) % 8)
+        die(2, "--dim, --q-lora, --kv-lora, --dense-ffn, --expert-ffn, --experts", "must be multiples of 8");
+    if (c.E > MOST_EXPERTS) die(2, "--experts", "must be at most 256");
+    if (c.K > 32 || c.K >= c.E) die(2, "--top-k", "must be below --experts, and at most 32");
+    if (c.dense_layers > c.L) die(2, "--dense-layers", "must be at most --layers");
+    if (c.val_tokens / c.T < c.B) die(2, "--val-tokens", "must be at least a batch: --batch times --seq-len");
     c.QK = c.nope + c.rope, c.KV = c.nope + c.v, c.KVA = c.kv_lora + c.rope, c.Vp = (c.V + 127) / 128 * 128;
     c.moe = c.L - c.dense_layers, c.capacity = (c.B * c.T * c.K + TILE - 1) / TILE * TILE + c.E * TILE;
     c.scale = 1 / sqrtf((float)c.QK), c.scale2 = c.scale * LOG2E;
@@ -1261,7 +1272,8 @@ static int read_options(int argc, char** argv) {
 int main(int argc, char** argv) {
     const int first = read_options(argc, argv), N = c.B * c.T;
     for (int i = first; i < argc; i++) read_file(i + 1 == argc, argv[i]);
-    if (windows[0] < 1 || windows[1] < c.B) die(2, "TRAIN needs a window of --seq-len tokens, VAL a batch of them");
+    if (windows[0] < 1) die(2, argv[first], "needs more than --seq-len tokens");
+    if (windows[1] < c.B) die(2, argv[argc - 1], "needs more than --batch times --seq-len tokens");
     plan_parameters(), allocate_everything(), draw_or_dump(NULL);
     printf("%.1f million parameters, %d windows, %d for validation\n", parameters * 1e-6, windows[0], windows[1]);
     for (int step = 1; step <= c.steps; step++) {
@@ -1272,8 +1284,7 @@ int main(int argc, char** argv) {
         }
         const int different = send_batch(N);
         forward(N, 1), backward(N, different);
-        FILE* file = c.dump && step == 1 ? fopen("gradients", "wb") : NULL;
-        if (file) draw_or_dump(file), fclose(file);
+        if (c.dump && step == 1) draw_or_dump("gradients");
         update(step, N);
         Stats s;  // the host waits here alone
         CHECK(cudaMemcpy(&s, stats, sizeof(s), cudaMemcpyDeviceToHost));
