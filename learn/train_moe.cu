@@ -242,8 +242,8 @@ static void linear_backward(bf16* dx, const bf16* dy, const bf16* x, int kind, i
 }
 
 // --- Ops ---
-// The gradient of a token's row in the embedding is the sum of dx over its places order[start[d]] .. order[start[d + 1]
-// - 1], which the host sorted (send_batch). Block d owns the row. Bound by the most frequent token.
+// The gradient of a token's row in the embedding is the sum of dx over its places. The host sorted them (send_batch):
+// order[start[d]] .. order[start[d + 1] - 1]. Block d owns the row. Bound by the most frequent token.
 __global__ void embedding_backward_kernel(float* dtable, Work w, Config c) {
     const int *order = w.tokens + 2 * c.B * c.T, *start = order + c.B * c.T, first = start[blockIdx.x];
     for (int at = threadIdx.x * 8; at < c.C; at += blockDim.x * 8) {
@@ -361,7 +361,7 @@ __global__ void rope_kernel(bf16* q, bf16* kva, Work w, Config c, int n, int dir
 // whole: a block keeps its own rows in shared memory, and walks the others in tiles. While one tile is multiplied,
 // cp.async fills the other buffer. D is rope: a row of q or k has 3 D numbers, one of v 2 D. Rows are 16 bytes longer,
 // so that the eight that ldmatrix reads at once are in different banks. Bound by tensor cores and shared memory.
-template <int D> struct Rows {  // STEP rows are a tile, as many as let two blocks share an SM; the others are bytes
+template <int D> struct Rows {  // STEP rows are a tile: two blocks then fit on an SM of Hopper; the others are bytes
     enum { STEP = D == 64 ? 32 : 64, LONG = 6 * D + 16, SHORT = 4 * D + 16, BYTES = STEP * (LONG + SHORT) };
 };
 enum { ATTENTION_THREADS = 128, QUERIES = 128, OWN = 64 };  // rows that a block owns: in forward, in backward
@@ -1000,7 +1000,7 @@ static void draw_or_dump(const char* path) {
         const int64_t rows = k == EMBEDDING || k == LM_HEAD ? c.V : parameter[k].rows;  // without padding
         const int64_t n = rows * parameter[k].columns, at = place(k, unit) + matrix * n;
         const double smaller = k == WO || k == DENSE2 || k == SHARED2 || k == W2 ? sqrt(2.0 * c.L) : 1;
-        if (parameter[k].units == 0) return;
+        if (parameter[k].units == 0) return;  // no query latent
         if (!file)
             return launch(draw_kernel, blocks(n, 4 * 256), 256, 0, master + at, weight + at, n,
                           k < NORM1 ? 0.02 / smaller : 0, c.seed, stream++);
@@ -1211,7 +1211,7 @@ static void allocate_everything(void) {
                  H * c.QK, &s->kva, c.KVA, &s->ckv, c.kv_lora, &s->kv, H * c.KV, &s->attention, H * c.v, &s->lse, H,
                  &s->rstd1, 1, &s->rstd_q, 1, &s->rstd_kv, 1, &s->rstd2, 1);
         allocate(N, &s->h, 2 * (l < c.dense_layers ? c.dense_ffn : sF));
-        if (l < c.dense_layers) continue;
+        if (l < c.dense_layers) continue;  // no router and experts
         allocate(N, &s->scores, E, &s->gate, c.K, &s->expert, c.K, &s->row, c.K);
         allocate(rows, &s->expert_h, 2 * F, &s->token, 1, &s->choice, 1, &s->tile_expert, 1);
         allocate(1, &s->start, E + 1);
@@ -1221,7 +1221,7 @@ static void allocate_everything(void) {
              &w.dcq_norm, latent, &w.dlogits_router, E, &w.logits_router, E, &w.dk_rope, H * c.rope, &w.delta, H,
              &w.dgate, c.K, &w.logits, c.Vp, &w.losses, 1, &w.rstd, 1, &w.tokens, 5);
     allocate(rows, &w.rows_a, F, &w.rows_dh, 2 * F, &w.rows, C);
-    allocate(NORM_BLOCKS, &w.dnorms, parameters - parameter[NORM1].at);
+    allocate(NORM_BLOCKS, &w.dnorms, parameters - parameter[NORM1].at);  // NORM1 to FINAL_NORM
     allocate(c.moe, &w.bias, E, &w.counts, counts_of_block(c));
     allocate(1, &stats, 1, &w.squares, SQUARE_BLOCKS, &w.positions, c.T * c.rope / 2);
     int64_t x = 0; for (int k = 0; k < EMBEDDING && !c.adamw; k++) x = max(x, parameter[k + 1].at - parameter[k].at);
