@@ -49,7 +49,8 @@ class Recipes(Case):
                     self.assertRegex(done.stdout, r"\btrain my text/\*\.bin\b" if text else r"\bvocab 50257\b")
                     self.assertFalse((self.dir / "data").exists())
         self.assertRegex(self.start("tiny", "--help").stdout, "^usage")
-        self.assertRegex(self.start("16b", "--dry-run", "all", gpus=0).stdout, r"\bep 4\b")
+        for ranks, ep in ((), 4), (("--ranks", 8), 8), (("--ranks=8",), 8):
+            self.assertRegex(self.start("16b", "--dry-run", "all", *ranks, gpus=0).stdout, rf"\bep {ep}\b")
 
     def test_what_lacks_is_said_before_anything_is_fetched(self):
         for name in ("16b", "small", "tiny"):
