@@ -73,6 +73,8 @@ def line_search(axis, o, loss):
 
 def train(program, options, folder, gpu, seconds=math.inf):
     """Trains in a folder. After so many seconds the run saves and stops."""
+    if not shutil.which(program):
+        raise SystemExit(f"{pathlib.Path(sys.argv[0]).name}: error: no {program}: make cuda, or give --program")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "a", encoding="utf-8") as output:
         run = subprocess.Popen([program, *options, "--out", str(folder)], stdout=output, stderr=subprocess.STDOUT,

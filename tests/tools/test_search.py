@@ -29,6 +29,14 @@ pathlib.Path(o["out"], "step_00000001").mkdir()
 
 
 class Search(unittest.TestCase):
+    def test_no_program(self):
+        """Both scripts name the program that is missing, in one line."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name, more in ("search", []), ("moe_or_dense", ["--dense", "", "--moe", ""]):
+                done = subprocess.run([sys.executable, ROOT / f"bench/{name}.py", "--train", "t", "--val", "v", "--out", folder, "--program",
+                                       "no/program", *more], capture_output=True, encoding="utf-8")
+                self.assertEqual((done.returncode, done.stderr), (1, f"{name}.py: error: no no/program: make cuda, or give --program\n"))
+
     def test_whole(self):
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
