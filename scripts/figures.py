@@ -291,6 +291,7 @@ def main():
         for name, draw in {**drawn, **run}.items():
             if not args.name or name in args.name:
                 path = (args.out or ROOT / ("bench" if draw is compare_billion else "docs")) / f"{name}.svg"
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(str(draw(*([log_of] if name in run else []))), "utf-8")
                 print(path)
 
