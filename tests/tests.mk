@@ -34,7 +34,8 @@ test-slow:
 	@$(run_tests) --part slow $(TESTS_SLOW_F64:%=$(DOUBLE)/%)
 # Again the Python files of which make test skipped a test, after the packages that they need were installed.
 test-skipped:
-	@if [ -s build/skipped ]; then $(run_tests) $$(cat build/skipped); else ls build/skipped && echo "make test skipped no Python test"; fi
+	@[ -e build/skipped ] || { echo "test-skipped: error: no build/skipped: run make test first" >&2; exit 1; }
+	@if [ -s build/skipped ]; then $(run_tests) $$(cat build/skipped); else echo "make test skipped no Python test"; fi
 test-build: $(CPU)/train_moe $(CPU)/tests/model/libtorture.so $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) \
             $(addprefix $(DOUBLE)/,$(TESTS_FAST_F64) $(TESTS_RANKS_F64))
 cuda-test-build: $(CUDA)/train_moe $(CUDA)/learn/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))

@@ -181,6 +181,15 @@ case $* in *update*) [ -e second ] || { touch second; echo E: $WHY >&2; exit 100
         if not shutil.which("nvcc", path="/usr/bin:/bin"):
             self.assertRegex(done.stdout, rf"(?m)^HAVE_NVCC := {re.escape(str(nvcc))}$")
 
+    def test_skipped_before_tests(self):
+        """make test-skipped needs the list of make test, which may be empty."""
+        done = self.start(["make", "test-skipped"])
+        self.assertIn("error: no build/skipped: run make test first", done.stderr)
+        self.assertNotEqual(done.returncode, 0)
+        (self.dir / "build").mkdir()
+        (self.dir / "build/skipped").touch()
+        self.assertIn("make test skipped no Python test", self.start(["make", "test-skipped"]).stdout)
+
     def test_probe(self):
         """The probe prints the folder of a library, or the commands that install it, and the reason for the CPU build alone."""
         self.program("nvidia-smi", "echo A card, 8.9, 580.1\n")
