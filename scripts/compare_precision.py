@@ -10,7 +10,7 @@
         -- --train 'corpus/*_train_*.bin' --val 'corpus/*_val_*.bin' --model 16b --ep 4 --shard weights --steps 1000
 
     # what NVFP4 costs in each GEMM, from the weights of one model and with three orders of the data
-    python3 scripts/compare_precision.py --out runs/gemms --precisions '' --gemms nvfp4 --from runs/small/hf \\
+    python3 scripts/compare_precision.py --out runs/gemms --precisions '' --gemms nvfp4 --from runs/small \\
         --seeds 3 --all-seeds -- --train ...
 
     # every set with four seeds, four runs at a time, each on a GPU of its own
