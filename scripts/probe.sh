@@ -1,6 +1,6 @@
 #!/bin/sh
 # One line for each library or tool that a build can use: its version or flags and its folder, or how to install it.
-# The flags are those that make found with find.sh.
+# `make probe` runs this script: the flags are those that make found with find.sh.
 found() { printf '%-17s %s\n' "$1" "$2"; }
 
 # missing NAME EFFECT DEBIAN CONDA MODULE
