@@ -21,7 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <chrono>
-// clang-format off: short statements share a row
+// clang-format off
 typedef __nv_bfloat16 bf16;
 #define DEVICE static __device__ __forceinline__
 // L blocks of width C, H heads. A head's query and key have nope + rope numbers, its value v. Only rope = 16, 32 or 64
