@@ -52,9 +52,10 @@ def main():
             if key not in seen and 200 <= len(code) <= 1500000 and END not in code:
                 seen.add(key)
                 out.write(code + END)
-    subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", text, "--split-on", END, "--out", args.out, "--name", "c",
-                    "--train-tokenizer", "32000", "--val-fraction", "0.008", "--shard-tokens", "24000000"], check=True)
+    done = subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", text, "--split-on", END, "--out", args.out, "--name", "c",
+                           "--train-tokenizer", "32000", "--val-fraction", "0.008", "--shard-tokens", "24000000"])
     text.unlink()
+    sys.exit(done.returncode)  # prepare_text.py has printed the fault
 
 
 if __name__ == "__main__":
