@@ -257,23 +257,23 @@ def shards(pattern):
         kind = {20240520: np.uint16, 20240801: np.uint32}.get(int(header[0]))
         if kind is None:
             raise SystemExit(f"{name}: no token shard")
-        parts.append(np.fromfile(name, kind, int(header[2]), offset=1024).astype(np.int64))
+        parts.append(np.fromfile(name, kind, int(header[2]), offset=1024).astype(np.int32))
     if not parts:
         raise SystemExit(f"no file is {pattern}")
     return torch.from_numpy(np.concatenate(parts))
 
 
 def batches(args, tokens, device, generator):
-    """Endless batches (inputs, targets): windows in a new random order for each epoch. Without data: random tokens."""
+    """Endless batches (inputs, targets): windows in a new random order for each epoch. Without data: random tokens. The tokens are on the
+    device, so a step copies none."""
     B, T = args.batch, args.seq_len
     while tokens is None:
         t = torch.randint(0, args.vocab, (B, T + 1), generator=generator).to(device)
         yield t[:, :-1], t[:, 1:]
     while True:
-        order = torch.randperm((len(tokens) - 1) // T, generator=generator)
+        order = torch.randperm((len(tokens) - 1) // T, generator=generator).to(device)
         for first in range(0, len(order) - B + 1, B):
-            t = torch.stack([tokens[w * T:w * T + T + 1] for w in order[first:first + B]])
-            t = t.pin_memory().to(device, non_blocking=True) if device == "cuda" else t
+            t = tokens[order[first:first + B, None] * T + torch.arange(T + 1, device=device)].long()
             yield t[:, :-1], t[:, 1:]
 
 
@@ -283,7 +283,7 @@ def validate(args, model, tokens, autocast):
     model.eval()
     with torch.no_grad(), autocast():
         for w in range(max(1, min(args.val_tokens // T, (len(tokens) - 1) // T))):
-            t = tokens[w * T:w * T + T + 1].to(device)
+            t = tokens[w * T:w * T + T + 1].to(device).long()
             losses.append(model(t[None, :-1], t[None, 1:]).item())
     model.train()
     return statistics.fmean(losses)
@@ -347,7 +347,7 @@ def main():
         return args.final_lr_frac + (1 - args.final_lr_frac) * (1 + math.cos(math.pi * done)) / 2
 
     # Data and log.
-    train = shards(args.train) if args.train else None
+    train = shards(args.train).to(device) if args.train else None
     val = shards(args.val) if args.val else None
     feed = batches(args, train, device, torch.Generator().manual_seed(args.seed))
     log = open(args.log, "w", encoding="utf-8") if args.log else None
