@@ -53,7 +53,7 @@ def main():
     out, free, end = pathlib.Path(args.out), queue.Queue(), time.monotonic() + args.stop_after
     for gpu in range(args.gpus):
         free.put(gpu)
-    lengths = {"dense": args.dense_seconds, "MoE": args.moe_seconds}
+    cards, lengths = set(), {"dense": args.dense_seconds, "MoE": args.moe_seconds}
     common = ["--train", args.train, "--val", args.val, "--model", args.model, "--seq-len", "1024", "--optimizer", "muon", "--keep", "1",
               "--val-tokens", "4194304"]
     options = {"dense": common + args.dense.split(), "MoE": common + args.moe.split()}
@@ -61,7 +61,21 @@ def main():
     def run(name, options, steps, validate=True):
         """The seconds of a run, and its last loss."""
         folder = out / name
-        if not (folder / "log.jsonl").exists() or read(folder)[0][-1]["step"] != steps:
+
+        def rows():
+            """The steps so far: a run that was stopped may have none."""
+            if not (folder / "log.jsonl").exists():
+                return []
+            steps, card = read(folder)
+            cards.add(card)
+            if len(cards) > 1:
+                raise SystemExit(f"{folder}: this run is on {card}, and others are on {', '.join(cards - {card})}: their seconds do not compare")
+            return steps
+
+        def finished():
+            return [row["step"] for row in rows()[-1:]] == [steps]
+
+        if not finished():
             gpu = free.get()
             try:
                 if time.monotonic() < end:
@@ -69,12 +83,11 @@ def main():
                           end - time.monotonic())
             finally:
                 free.put(gpu)
-        rows = read(folder)[0] if (folder / "log.jsonl").exists() else []
-        if not rows or rows[-1]["step"] != steps:
+        if not finished():
             raise SystemExit("moe_or_dense.py: --stop-after has passed; the same command goes on")
         for checkpoint in folder.glob("step_*"):
             shutil.rmtree(checkpoint)
-        return sum(row["ms"] for row in rows) / 1000, rows[-1]["val_loss"]
+        return sum(row["ms"] for row in rows()) / 1000, rows()[-1]["val_loss"]
 
     with concurrent.futures.ThreadPoolExecutor() as pool:  # a run waits there for a GPU
         ms = {}

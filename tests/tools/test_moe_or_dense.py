@@ -24,7 +24,7 @@ seconds = steps * (2 if moe else 1)
 end = (3.8 if moe else 4.0) - 0.5 * math.log(seconds / 100) + 0.02 * (seed - 1) * (-1 if moe else 1)
 slow, log = int((here / "SLOW").read_text()), pathlib.Path(given["--out"], "log.jsonl")
 assert "--resume" in sys.argv
-rows = log.read_text().splitlines() if log.exists() else [json.dumps(dict(device="H200, 132 SMs"))]
+rows = log.read_text().splitlines() if log.exists() else [json.dumps(dict(device=(here / "card").read_text() + ", 132 SMs"))]
 for step in range(len(rows), steps + 1):
     rows.append(json.dumps(dict(step=step, ms=2000 if moe else 1000, val_loss=end if step == int(given["--val-every"]) else None)))
     if steps == slow:
@@ -57,6 +57,7 @@ class Whole(unittest.TestCase):
             folder = pathlib.Path(folder)
             (folder / "program").write_text(PROGRAM.format(python=sys.executable), "utf-8")
             (folder / "program").chmod(0o755)
+            (folder / "card").write_text("H200", "utf-8")
 
             def race(slow, *more):
                 (folder / "SLOW").write_text(str(slow), "utf-8")
@@ -76,6 +77,12 @@ class Whole(unittest.TestCase):
             self.assertEqual((again.returncode, again.stdout, again.stderr), (0, done.stdout, ""))
             picture = (folder / "out/moe_or_dense.svg").read_text("utf-8")
             self.assertEqual(list(folder.glob("out/*/step_*")), [])
+            # A run that was stopped before its first step goes on, and is not compared with those of another card.
+            again = folder / "out/MoE-50-s-seed-1/log.jsonl"
+            for card, code in ("H200", 0), ("H100", 1):
+                again.write_text(json.dumps(dict(device=f"{card}, 132 SMs")) + "\n", "utf-8")
+                self.assertEqual(race(0).returncode, code)
+            self.assertIn("their seconds do not compare", race(0).stderr)
         rows = [line for line in done.stdout.splitlines() if line.startswith(("| MoE", "| dense |"))]
         after = [4 - 0.5 * math.log(4), 4.02 - 0.5 * math.log(4)]
         self.assertEqual(rows, ["| dense | 100.0 | 4.0000, 4.0200 |", f"| dense | 400.0 | {after[0]:.4f}, {after[1]:.4f} |",
