@@ -4,7 +4,7 @@
     python3 bench/moe_or_dense.py --train 'corpus/text_train_*.bin' --val 'corpus/text_val_*.bin' --out runs/worth --gpus 4 \\
         --dense 'OPTIONS' --moe 'OPTIONS'
 
-The options are those that bench/search.py prints for each model. 40 steps show how many steps a run of some seconds has. The runs of
+The options are those that bench/search.py prints for each model. 60 steps show how many steps a run of some seconds has. The runs of
 a model and a length have the seeds 1 to --seeds, for weights and for the order of the data. A finished run is not repeated. With
 --stop-after, runs save and stop after that time, and the same command goes on. Seconds are those of a run's steps, without validations.
 
@@ -92,8 +92,8 @@ def main():
     with concurrent.futures.ThreadPoolExecutor() as pool:  # a run waits there for a GPU
         ms = {}
         for model in lengths:
-            run(f"{model}-40-steps", options[model], 40, validate=False)
-            ms[model] = statistics.median(row["ms"] for row in read(out / f"{model}-40-steps")[0][10:])
+            run(f"{model}-60-steps", options[model], 60, validate=False)
+            ms[model] = statistics.mean(row["ms"] for row in read(out / f"{model}-60-steps")[0][20:])  # as in search.py
         jobs = sorted(((seconds, model, seed) for model in lengths for seconds in lengths[model] for seed in range(1, args.seeds + 1)),
                       reverse=True)
         done = [pool.submit(run, f"{model}-{seconds:g}-s-seed-{seed}", [*options[model], "--seed", str(seed), "--data-seed", str(seed)],

@@ -3,7 +3,7 @@
 
     python3 bench/search.py --train 'corpus/text_train_*.bin' --val 'corpus/text_val_*.bin' --out runs/search --gpus 4
 
-Each run of `small` trains for --seconds (200), whatever its options: 40 steps before it show how many steps that is. Its loss is the
+Each run of `small` trains for --seconds (200), whatever its options: 60 steps before it show how many steps that is. Its loss is the
 validation's at its end. Options are searched one after another, in the order of AXES, each from the best of those before. A
 search goes to the neighbour with the lower loss, until both neighbours of the best value are worse. For the batch size,
 each neighbour has a search of Muon's learning rate of its own. AXES was written before the first run. A dense model and a
@@ -124,11 +124,12 @@ class Search:
         try:
             if time.monotonic() - self.began > self.args.begin_until:
                 raise SystemExit("search.py: --begin-until has passed; the same command goes on")
-            rows, card = last("--steps", "40", "--val-every", "0")
+            rows, card = last("--steps", "60", "--val-every", "0")
             if self.cards | {card} != {card}:
                 raise SystemExit(f"{self.out}/runs.jsonl: runs on {', '.join(self.cards)} are no measure for this {card}: it makes other steps in equal time")
             self.cards.add(card)
-            steps = round(1000 * self.args.seconds / statistics.median(row["ms"] for row in rows[10:]))
+            # The mean of a multiple of four steps: --muon-expert-steps 4 makes each fourth one longer.
+            steps = round(1000 * self.args.seconds / statistics.mean(row["ms"] for row in rows[20:]))
             rows, _ = last("--steps", str(steps), "--val-every", str(steps))
             for checkpoint in folder.glob("step_*"):
                 shutil.rmtree(checkpoint)

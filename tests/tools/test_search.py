@@ -23,7 +23,7 @@ ms = float(o["tokens-per-step"]) / 65536 * float(o["layers"]) / 8 * 100
 with open(pathlib.Path(o["out"], "log.jsonl"), "w") as log:
     print(json.dumps({"device": pathlib.Path(__file__).with_name("card").read_text() + ", 132 SMs"}), file=log)
     for step in range(1, int(o["steps"]) + 1):
-        print(json.dumps({"step": step, "ms": ms, **({"val_loss": loss} if step == int(o["val-every"]) else {})}), file=log)
+        print(json.dumps({"step": step, "ms": ms * (0.6 if step % 4 else 2.2), **({"val_loss": loss} if step == int(o["val-every"]) else {})}), file=log)
 pathlib.Path(o["out"], "step_00000001").mkdir()
 """
 
@@ -72,9 +72,9 @@ class Search(unittest.TestCase):
                                  ("width", {384, 512, 640, 768}), ("layers", {6, 8, 12, 16, 24})):
                 row = re.findall(rf"^\| {axis} \| (.*) \|", done.stdout, re.M)[0]
                 self.assertEqual({float(value.split(":")[0]) for value in row.split(" | ")}, values, axis)
-            # A run has the seconds asked for, and keeps no checkpoint.
+            # A run has the seconds asked for, although each fourth step is longer, and keeps no checkpoint.
             for run in runs:
-                self.assertAlmostEqual(run["seconds"], 10, delta=0.6)
+                self.assertAlmostEqual(run["seconds"], 10, delta=1.2)
             self.assertEqual(list((folder / "out").glob("*/step_*")), [])
             # Losses after equal seconds on two kinds of cards do not compare.
             (folder / "card").write_text("H100", "utf-8")

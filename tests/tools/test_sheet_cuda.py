@@ -15,6 +15,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from cli import PROGRAM, main, tensors  # noqa: E402
 
+from test_sheet import CC, changed  # noqa: E402
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FILE = ROOT / "learn/train_moe.cu"
 SHEET = ROOT / "build/cuda/learn/train_moe"
@@ -96,6 +98,21 @@ class Beside(unittest.TestCase):
         self.assertLess(losses[-1], losses[0] - 2)
         self.assertEqual(said, again)
 
+    def test_beside_c(self):
+        """The losses and the validation of 50 steps are those of learn/train_moe.c, too."""
+        (self.dir / "sheet.c").write_text(changed(STEPS=50, WARMUP=20, SAMPLE=0), "utf-8")
+        subprocess.run([CC, "-fopenmp", "-O3", "-march=native", "sheet.c", "-o", "sheet", "-lm"], cwd=self.dir, check=True)
+        c = subprocess.run(["./sheet", "text_train_000000.bin", "text_val_000000.bin"], cwd=self.dir, check=True, capture_output=True, encoding="utf-8",
+                           errors="replace", env=dict(os.environ, OMP_WAIT_POLICY="passive")).stdout
+        cuda = self.sheet("--steps 50 --warmup 20 --val-tokens 1000000 --sample-tokens 0")
+        losses, validation = ([[float(x) for x in re.findall(pattern, said)] for said in (cuda, c)] for pattern in (r" loss (\S+)", r" validation (\S+)\n"))
+        self.assertEqual(([len(x) for x in losses], [len(x) for x in validation]), ([50, 50], [1, 1]))
+        apart = [abs(a - b) for a, b in zip(*losses)]
+        print(f"beside C: largest difference of losses {max(apart[:10]):.1e} in ten steps, {max(apart):.1e} in all; of validation {validation[0][0] - validation[1][0]:.1e}")
+        self.assertLessEqual(max(apart[:10]), FIRST)
+        self.assertLessEqual(max(apart), LOSS)
+        self.assertLessEqual(abs(validation[0][0] - validation[1][0]), LOSS)
+
     def test_gradients(self):
         """The gradients of every matrix in the first step are the program's, at even and odd sizes, with and without a query latent."""
         for name, sizes in SIZES.items():
@@ -106,16 +123,19 @@ class Beside(unittest.TestCase):
                 clip, mine, at = min(1, 1 / step["grad_norm"]), array.array("f", (self.dir / "gradients").read_bytes()), 0
                 squares = collections.defaultdict(lambda: [0, 0])  # of the error and of the gradient, of a tensor and of all experts of a block
                 for path in sorted((self.dir / name.replace(" ", "-") / "step_00000001").glob("block_*.adam.safetensors")):
-                    for tensor, (_, data) in tensors(path).items():
+                    for tensor, (shape, data) in tensors(path).items():
                         if not tensor.endswith((".exp_avg", ".momentum_buffer")):
                             continue
                         factor = 1 / (clip * (0.1 if tensor.endswith("exp_avg") else 1))
                         moment = array.array("f", data)
-                        error = sum((a - b * factor) ** 2 for a, b in zip(mine[at:at + len(moment)], moment))
-                        for group in {tensor, re.sub(r"experts\.\d+", "experts", tensor)}:
-                            squares[group][0] += error
-                            squares[group][1] += factor ** 2 * sum(b * b for b in moment)
-                        at += len(moment)
+                        # The rows of the key with RoPE are few and have small gradients: they are a group of their own.
+                        rows = int(re.search(r"--rope-dim (\d+)", sizes)[1]) * shape[-1] if ".kv_a_proj" in tensor else 0
+                        for part, whose in ((moment[:len(moment) - rows], tensor), (moment[len(moment) - rows:], f"{tensor} RoPE")):
+                            error = sum((a - b * factor) ** 2 for a, b in zip(mine[at:at + len(part)], part))
+                            for group in {whose, re.sub(r"experts\.\d+", "experts", whose)} if part else ():
+                                squares[group][0] += error
+                                squares[group][1] += factor ** 2 * sum(b * b for b in part)
+                            at += len(part)
                 self.assertEqual(at, len(mine))
                 shares = {group: math.sqrt(error / (whole + 1e-60)) for group, (error, whole) in squares.items()}
                 print(name, {bound: f"{max(share for group, share in shares.items() if bound_of(group) == bound):.4f}" for bound in sorted(set(map(bound_of, shares)))})
