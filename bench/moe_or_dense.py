@@ -87,7 +87,10 @@ def main():
             raise SystemExit("moe_or_dense.py: --stop-after has passed; the same command goes on")
         for checkpoint in folder.glob("step_*"):
             shutil.rmtree(checkpoint)
-        return sum(row["ms"] for row in rows()) / 1000, rows()[-1]["val_loss"]
+        loss = rows()[-1].get("val_loss")
+        if validate and loss is None:
+            raise SystemExit(f"{folder}: the last loss is not finite; try a lower learning rate")
+        return sum(row["ms"] for row in rows()) / 1000, loss
 
     with concurrent.futures.ThreadPoolExecutor() as pool:  # a run waits there for a GPU
         ms = {}

@@ -26,7 +26,8 @@ slow, log = int((here / "SLOW").read_text()), pathlib.Path(given["--out"], "log.
 assert "--resume" in sys.argv
 rows = log.read_text().splitlines() if log.exists() else [json.dumps(dict(device=(here / "card").read_text() + ", 132 SMs"))]
 for step in range(len(rows), steps + 1):
-    rows.append(json.dumps(dict(step=step, ms=2000 if moe else 1000, val_loss=end if step == int(given["--val-every"]) else None)))
+    validation = dict(val_loss=None if "--diverges" in given else end) if step == int(given["--val-every"]) else dict()
+    rows.append(json.dumps(dict(step=step, ms=2000 if moe else 1000, **validation)))
     if steps == slow:
         log.write_text("\\n".join(rows) + "\\n")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -83,6 +84,10 @@ class Whole(unittest.TestCase):
                 again.write_text(json.dumps(dict(device=f"{card}, 132 SMs")) + "\n", "utf-8")
                 self.assertEqual(race(0).returncode, code)
             self.assertIn("their seconds do not compare", race(0).stderr)
+            (folder / "card").write_text("H100", "utf-8")
+            done_badly = race(0, "--out", folder / "other", "--dense", "--diverges 1")
+            self.assertEqual(done_badly.returncode, 1)
+            self.assertRegex(done_badly.stderr, r"^[^\n]+dense-[^\n]+: the last loss is not finite; try a lower learning rate\n$")
         rows = [line for line in done.stdout.splitlines() if line.startswith(("| MoE", "| dense |"))]
         after = [4 - 0.5 * math.log(4), 4.02 - 0.5 * math.log(4)]
         self.assertEqual(rows, ["| dense | 100.0 | 4.0000, 4.0200 |", f"| dense | 400.0 | {after[0]:.4f}, {after[1]:.4f} |",
