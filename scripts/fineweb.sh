@@ -11,6 +11,7 @@
 # Complete files are kept, and partial downloads continue. The length of each shard must match its header. FINEWEB_URL
 # and FINEWEB_TOKENIZER_URL name other places with the same files.
 set -eu
+case ${1-} in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit ;; esac
 name=edu_fineweb
 case ${1-} in edu_fineweb | fineweb | nmoe) name=$1 && shift ;; esac
 shards=${1-10}

@@ -9,6 +9,7 @@ case " $* " in
 *" --train "* | *" --train="*) ;;
 *" --help "* | *" -h "* | *" --version "* | *" --dry-run "*) set -- --vocab 50257 "$@" ;;
 *)
+    "$program" "$@" --version >/dev/null || exit  # a wrong option is refused before the download
     sh "$root/scripts/fineweb.sh" $text || {
         echo "$(basename "$0"): error: no text; --train, --val and --tokenizer name a text of your own" >&2
         exit 1

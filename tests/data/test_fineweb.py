@@ -165,6 +165,13 @@ class Fineweb(unittest.TestCase):
             code, stdout, stderr = self.get(1, self.here)
             self.assertEqual((code, "tokenizer.bin: 258 tokens" in stdout), (0, said), stderr)
 
+    def test_help(self):
+        for option in "-h", "--help":
+            code, stdout, stderr = self.get(option)
+            self.assertEqual((code, stderr, [*self.dir.iterdir()]), (0, "", [self.there]))
+            self.assertRegex(stdout, r"(?m)^usage: fineweb.sh \[SET\] \[N \[FOLDER\]\] ")
+            self.assertNotIn("set -eu", stdout)
+
     def test_refused(self):
         for n in ("0", "1002", "10000", "99999999999999999999", "-1", "x", "1x", "", " 1", "08"):
             self.fails(n, self.here, says=f"N: {n}: must be from 1 to 1001")

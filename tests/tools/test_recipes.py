@@ -59,6 +59,8 @@ class Recipes(Case):
         for gpus in (0, 2, 5):
             done = self.start("16b", gpus=gpus)
             self.assertEqual((done.returncode, done.stderr), (1, f"16b.sh: error: needs 4 or 8 GPUs; nvidia-smi shows {gpus}\n"))
+        done = self.start("tiny", "--bogus", 3)
+        self.assertEqual((done.returncode, done.stderr), (2, "train_moe: error: unknown option --bogus (--help all lists all)\n"))
         self.assertFalse((self.dir / "data").exists())
 
     def test_validation_of_fineweb(self):
