@@ -28,8 +28,8 @@
 //
 // Dynamic scheduling: numbers are drawn from a counter in device memory, first come, first served. A block that starts
 // late draws fewer work tiles, and no block waits for it. (A transfer between GPUs can occupy some SMs for
-// milliseconds.) Each drawer ends with one number past the last work tile. The last of all numbers resets the counter
-// to 0. One block computes a tile's whole sum, so the bits of the result do not depend on the schedule.
+// milliseconds.) Each drawer ends with one number past the last work tile. The largest number of a launch resets the
+// counter to 0. One block computes a tile's whole sum, so the bits of the result do not depend on the schedule.
 #pragma once
 
 #include "device/cuda.cuh"

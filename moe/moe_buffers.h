@@ -25,7 +25,7 @@ typedef struct MoeBackwardBuffers {
 } MoeBackwardBuffers;
 
 void moe_take_choices(Pool* pool, MoeSaved* saved, MoeShape s);  // before the counts of the all-to-all are known
-// Both need the counts in saved->route. The mark returned is behind the saved tensors: pool_release there frees *t
-// alone.
+// Both functions need the counts in saved->route. The mark returned is behind the saved tensors: pool_release with this
+// mark frees *t alone.
 size_t moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* saved, MoeShape s);
 void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* saved, MoeShape s);

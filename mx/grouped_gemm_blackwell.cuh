@@ -1,7 +1,7 @@
 // MXFP8 grouped GEMM on GPUs whose tensor cores take a scale for every 32 elements (compute capability 10.0 and up):
-// one cuBLASLt GEMM per expert. The functions of mx/grouped_gemm_mx.h call these on such a GPU, with the same contract.
-// The host copies the group sizes from the device, and waits for them once per call. Workspace: matmul_workspace()
-// (layers/matmul.h).
+// one cuBLASLt GEMM per expert. On these GPUs the functions of mx/grouped_gemm_mx.h call those of this file, with the
+// same contract. The host copies the group sizes from the device, and waits for them once per call. Workspace:
+// matmul_workspace() (layers/matmul.h).
 #pragma once
 
 #include "device/cuda.cuh"

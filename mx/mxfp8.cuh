@@ -132,7 +132,7 @@ static __device__ __forceinline__ uint32_t warp_in_grid(void) { return blockIdx.
 // RCEIL's rounding bias, added to the bits of a bf16: mantissas above 1.75 = 448 / 2^8 carry into the exponent.
 static uint32_t rounding_bias_of(int32_t scale_mode) { return scale_mode == MX_RCEIL ? 0x1f : 0; }
 
-// Grid size of the row-wise kernels. Spans are counted in 32 bits.
+// Grid size of the row-wise kernels, which count spans in 32 bits.
 static unsigned row_blocks(int64_t rows, int64_t columns) {
     const int64_t blocks = ceil_div(rows * ceil_div(columns, SPAN), ROW_WARPS);
     ASSERT(columns % MX_BLOCK == 0 && blocks <= INT32_MAX / ROW_WARPS);

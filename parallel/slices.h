@@ -40,8 +40,8 @@ FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int
 bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t bytes, uLong* crc);
 
 // True on every rank if all ranks are well. Else false on the first rank that is not well: this rank must end the run.
-// All other ranks wait here and never return. So one rank alone prints the reason, and no rank uses files that it
-// removes.
+// All other ranks then wait in this call and never return. So one rank alone prints the reason, and no rank uses files
+// that this rank removes.
 bool ranks_well(Ranks* group, bool well);
 
 // On every rank the reason of the first rank that has one, in fresh memory; NULL: none has one. Frees `why`.

@@ -105,7 +105,7 @@ typedef Tensor<float, double> R;   // real: float against double
 typedef Tensor<int32_t, int32_t> I32;
 typedef Tensor<int64_t, int64_t> I64;
 
-// Master weights on the GPU, with their working weights. `dev` of the base is not used.
+// Master weights on the GPU, with their working weights. R's `dev` is not used.
 struct Masters : R {
     X weight;
     Master* low;
