@@ -1248,8 +1248,8 @@ static int read_options(int argc, char** argv) {
         if (k == OPTION_COUNT) die(2, argv[i], "no such option; without arguments, the program names all");
         const int is_number = end > argv[i + 1] && *end == 0, is_whole = number == floor(number);
         if (!is_number || (k < WHOLE && !is_whole) || !(number >= OPTIONS[k].least && number <= INT32_MAX))
-            fprintf(stderr, "%s: needs a %s from %g on\n", argv[i], k < WHOLE ? "whole number" : "number",
-                    OPTIONS[k].least), exit(2);
+            fprintf(stderr, "%s: needs a %s from %g to %d\n", argv[i], k < WHOLE ? "whole number" : "number",
+                    OPTIONS[k].least, INT32_MAX), exit(2);
         set(k, number);
     }
     if ((!small && !tiny) || argc - i < 2) {

@@ -146,14 +146,16 @@ class Beside(unittest.TestCase):
         """Wrong options, sizes and files end it with a message."""
         (self.dir / "cut").write_bytes((self.dir / "text_train_000000.bin").read_bytes()[:-1])
         files = "text_train_000000.bin text_val_000000.bin"
-        wrong = ("--no-such 1", "--rope-dim 24", "--dim 12", "--steps x", "--steps 2.5", "--lr nan", "--lr -1", "--val-every 0", "--seq-len 0", "--layers 0",
-                 "--top-k 0", "--top-k 8", "--experts 264", "--dense-layers 5", "--val-tokens 2047", "--seq-len 100000")
+        wrong = ("--no-such 1", "--rope-dim 24", "--dim 12", "--steps x", "--steps 2.5", "--lr nan", "--lr -1", "--seed 2147483648", "--val-every 0",
+                 "--seq-len 0", "--layers 0", "--top-k 0", "--top-k 8", "--experts 264", "--dense-layers 5", "--val-tokens 2047", "--seq-len 100000")
         for code, options in [(2, ""), (2, "tiny --layers"), *((2, f"tiny {option} {files}") for option in wrong), (1, "tiny cut text_val_000000.bin"),
                               (1, "tiny text_train_000000.bin missing"), (1, f"tiny --vocab 100 {files}")]:
             with self.subTest(options):
                 done = subprocess.run([SHEET, *options.split()], cwd=self.dir, capture_output=True, encoding="utf-8")
                 self.assertEqual(done.returncode, code)
                 self.assertRegex(done.stderr, r"^[^\n]+\n$" if options.startswith("tiny ") and options != "tiny --layers" else r"\n$")
+                if "--seed" in options:
+                    self.assertIn("from 0 to 2147483647", done.stderr)
 
 
 if __name__ == "__main__":
