@@ -13,7 +13,7 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import PROGRAM, main, tensors  # noqa: E402
+from cli import PROGRAM, main, tensors, write_shard  # noqa: E402
 
 from test_sheet import CC, changed  # noqa: E402
 
@@ -70,14 +70,14 @@ class Beside(unittest.TestCase):
         subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", ROOT / "data/repository.txt.xz", "--split-on", "<|endoftext|>", "--out",
                         cls.dir, "--name", "text", "--val-fraction", "0.1"], check=True, stdout=subprocess.DEVNULL)
 
-    def sheet(self, options):
-        done = subprocess.run([SHEET, "tiny", *options.split(), "text_train_000000.bin", "text_val_000000.bin"], cwd=self.dir, capture_output=True,
+    def sheet(self, options, *train):
+        done = subprocess.run([SHEET, "tiny", *options.split(), *(train or ["text_train_000000.bin"]), "text_val_000000.bin"], cwd=self.dir, capture_output=True,
                               encoding="utf-8", errors="replace")
         self.assertEqual(done.returncode, 0, done.stderr)
         return done.stdout
 
-    def program(self, options, out):
-        subprocess.run([PROGRAM, "--model", "tiny", "--train", "text_train_*.bin", *options.split(), "--out", out], cwd=self.dir, check=True,
+    def program(self, options, out, train="text_train_*.bin"):
+        subprocess.run([PROGRAM, "--model", "tiny", "--train", train, *options.split(), "--out", out], cwd=self.dir, check=True,
                        stdout=subprocess.DEVNULL)
         return [json.loads(line) for line in (self.dir / out / "log.jsonl").read_text("utf-8").splitlines()[1:]]
 
@@ -97,6 +97,22 @@ class Beside(unittest.TestCase):
         self.assertLessEqual(abs(validation - steps[-1]["val_loss"]), LOSS)
         self.assertLess(losses[-1], losses[0] - 2)
         self.assertEqual(said, again)
+
+    def test_adamw(self):
+        """Losses and validations are the program's with AdamW for all matrices, two files, two epochs and validations between the steps."""
+        tokens = array.array("H", (self.dir / "text_train_000000.bin").read_bytes()[1024:])
+        for name, part in ("a", tokens[:1000]), ("b", tokens[1000:3000]):  # 15 and 31 windows; the steps take 64
+            write_shard(self.dir / f"part_{name}.bin", part)
+        # Slow rates keep the differences of updates small, and a large decay makes up for them.
+        both = f"{SIZES['top 1']} --top-k 2 --seq-len 64 --batch 8 --steps 8 --warmup 10 --lr 5e-4 --val-every 2 --val-tokens 1024 --weight-decay 20"
+        said = self.sheet(f"{both} --adamw 1 --sample-tokens 0", "part_a.bin", "part_b.bin")
+        steps = self.program(f"{both} --optimizer adamw --val text_val_000000.bin", "adamw", "part_*.bin")
+        for pattern, key, count in (r"^step .* loss (\S+)", "loss", 8), (r" validation (\S+)$", "val_loss", 4):
+            mine, theirs = [float(x) for x in re.findall(pattern, said, re.M)], [step[key] for step in steps if key in step]
+            self.assertEqual((len(mine), len(theirs)), (count, count))
+            apart = max(abs(a - b) for a, b in zip(mine, theirs))
+            print(f"AdamW: largest difference of {key} {apart:.1e}")
+            self.assertLessEqual(apart, FIRST)
 
     def test_beside_c(self):
         """The losses and the validation of 50 steps are those of learn/train_moe.c, too."""
