@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 
-from search import ROOT, read, train
+from search import ROOT, TIMED, read, step_ms, train
 
 import least_python  # noqa: E402,F401
 from chart import Curve, Panel, draw_svg
@@ -95,8 +95,8 @@ def main():
     with concurrent.futures.ThreadPoolExecutor() as pool:  # a run waits there for a GPU
         ms = {}
         for model in lengths:
-            run(f"{model}-60-steps", options[model], 60, validate=False)
-            ms[model] = statistics.mean(row["ms"] for row in read(out / f"{model}-60-steps")[0][20:])  # as in search.py
+            run(f"{model}-{TIMED}-steps", options[model], TIMED, validate=False)
+            ms[model] = step_ms(read(out / f"{model}-{TIMED}-steps")[0])
         jobs = sorted(((seconds, model, seed) for model in lengths for seconds in lengths[model] for seed in range(1, args.seeds + 1)),
                       reverse=True)
         done = [pool.submit(run, f"{model}-{seconds:g}-s-seed-{seed}", [*options[model], "--seed", str(seed), "--data-seed", str(seed)],

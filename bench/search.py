@@ -34,6 +34,7 @@ START = {"batch": 64, "rate": 2e-3, "schedule": "cosine", "lr": 1e-3, "width": 5
 AXES = {"batch": 2, "rate": math.sqrt(2), "schedule": ["linear", "cosine", "wsd"], "lr": 2, "width": [256, 384, 512, 640, 768, 1024],
         "layers": [4, 6, 8, 12, 16, 24]}
 DIGITS = {"rate": 2, "lr": 3}  # that a value keeps
+TIMED = 60  # steps; 20 warm the card up, and the 40 others are whole periods of --muon-expert-steps 4
 
 
 def neighbours(axis, value):
@@ -93,6 +94,11 @@ def read(folder):
     return rows, config["device"].split(",")[0]
 
 
+def step_ms(rows):
+    """The mean time of a step, from the log of TIMED steps. The median would leave out the longer steps of --muon-expert-steps."""
+    return statistics.mean(row["ms"] for row in rows[20:])
+
+
 class Search:
     def __init__(self, args, common):
         self.args, self.common, self.out = args, common, pathlib.Path(args.out)
@@ -124,12 +130,11 @@ class Search:
         try:
             if time.monotonic() - self.began > self.args.begin_until:
                 raise SystemExit("search.py: --begin-until has passed; the same command goes on")
-            rows, card = last("--steps", "60", "--val-every", "0")
+            rows, card = last("--steps", str(TIMED), "--val-every", "0")
             if self.cards | {card} != {card}:
                 raise SystemExit(f"{self.out}/runs.jsonl: runs on {', '.join(self.cards)} are no measure for this {card}: it makes other steps in equal time")
             self.cards.add(card)
-            # The mean of a multiple of four steps: --muon-expert-steps 4 makes each fourth one longer.
-            steps = round(1000 * self.args.seconds / statistics.mean(row["ms"] for row in rows[20:]))
+            steps = round(1000 * self.args.seconds / step_ms(rows))
             rows, _ = last("--steps", str(steps), "--val-every", str(steps))
             for checkpoint in folder.glob("step_*"):
                 shutil.rmtree(checkpoint)

@@ -85,9 +85,9 @@ class Whole(unittest.TestCase):
                 self.assertEqual(race(0).returncode, code)
             self.assertIn("their seconds do not compare", race(0).stderr)
             (folder / "card").write_text("H100", "utf-8")
-            done_badly = race(0, "--out", folder / "other", "--dense", "--diverges 1")
-            self.assertEqual(done_badly.returncode, 1)
-            self.assertRegex(done_badly.stderr, r"^[^\n]+dense-[^\n]+: the last loss is not finite; try a lower learning rate\n$")
+            diverged = race(0, "--out", folder / "other", "--dense", "--diverges 1")
+            self.assertEqual(diverged.returncode, 1)
+            self.assertRegex(diverged.stderr, r"^[^\n]+dense-[^\n]+: the last loss is not finite; try a lower learning rate\n$")
         rows = [line for line in done.stdout.splitlines() if line.startswith(("| MoE", "| dense |"))]
         after = [4 - 0.5 * math.log(4), 4.02 - 0.5 * math.log(4)]
         self.assertEqual(rows, ["| dense | 100.0 | 4.0000, 4.0200 |", f"| dense | 400.0 | {after[0]:.4f}, {after[1]:.4f} |",
