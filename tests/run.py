@@ -118,7 +118,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=min(8, CORES), help="tests at a time (8, fewer on few cores)")
     parser.add_argument("--program", action="append", default=[])
     parser.add_argument("--skip", action="append", default=[])
-    parser.add_argument("--alone", action="append", default=[], metavar="C_TEST", help="it measures times: run by itself")
+    parser.add_argument("--alone", action="append", default=[], metavar="C_TEST", help="it measures times or free memory: run by itself")
     parser.add_argument("--ranks", nargs=2, action="append", default=[], metavar=("N", "C_TEST"))
     parser.add_argument("--list-skipped", metavar="FILE", help="gets the names of the Python files with a skipped test")
     parser.add_argument("tests", nargs="*")

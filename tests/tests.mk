@@ -10,8 +10,8 @@ TESTS_F64        = $(filter-out tests/ops/test_device,$(filter tests/ops/% tests
 # On the GPU: the kernels against the reference, and C tests that run in either build.
 TESTS_EITHER     = $(addprefix tests/model/test_,golden model mtp) $(addprefix tests/mx/test_,mx_block mx_check linear linear_dy)
 TESTS_CUDA       = $(patsubst %.cu,%,$(wildcard tests/*/test_cuda_*.cu)) $(TESTS_EITHER)
-# This one measures times: nothing else may run.
-TEST_ALONE       = tests/ops/test_cuda_late_blocks
+# These measure times, or the free memory of a GPU: nothing else may run.
+TEST_ALONE       = $(addprefix tests/ops/test_cuda_,late_blocks pool)
 # Slow tests that rarely fail are in test-all: Python files with SLOW, and long tests of the double build. On a machine
 # with a GPU, make test runs all.
 TESTS_SLOW_F64   = tests/mx/test_mx_check tests/mx/test_linear tests/mx/test_mx_block
