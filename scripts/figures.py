@@ -250,14 +250,25 @@ def step_time():
     return f
 
 
-def compare_billion():
-    """Four runs over a billion tokens. A line of their logs is a mean of 100 steps."""
+def compare(title, set_, logs, length, each):
+    """Precisions and, as the last, another seed of bf16. `logs`: name of each run's log behind `set_`. The rest: compare_precision.svg."""
     groups = []
-    for name, log in {"bf16": "bf16", "MXFP8 in experts and dispatch": "mxfp8", "all MXFP8": "everything", "bf16, second seed": "bf16-seed-2"}.items():
+    for name, log in logs.items():
         run = compare_precision.Run(log, [], 1, 1, ROOT / "bench/logs")
-        run.rows = read_log(ROOT / f"bench/logs/billion-{log}.jsonl.xz", compare_precision.COLUMNS)[1]
+        run.rows = read_log(ROOT / f"bench/logs/{set_}-{log}.jsonl.xz", compare_precision.COLUMNS)[1]
         groups.append(compare_precision.Group(name, [run]))
-    return compare_precision.svg(groups[:3], groups[3:], 10, "small, a billion tokens of code and prose, one H200", 100)
+    return compare_precision.svg(groups[:-1], groups[-1:], length, title, each)
+
+
+def compare_billion():
+    """A line of these logs is a mean of 100 steps."""
+    return compare("small, a billion tokens of code and prose, one H200", "billion",
+                   {"bf16": "bf16", "MXFP8 in experts and dispatch": "mxfp8", "all MXFP8": "everything", "bf16, second seed": "bf16-seed-2"}, 10, 100)
+
+
+def compare_16b():
+    return compare("16b, 49 million tokens of code and prose, four H200", "16b-500",
+                   {"bf16": "bf16", "all MXFP8": "mxfp8", "bf16, second seed": "bf16-seed-2"}, 25, 1)
 
 
 def main():
@@ -267,7 +278,7 @@ def main():
     parser.add_argument("name", nargs="*")
     args = parser.parse_args()
     drawn = {"ragged": ragged, "dispatch": dispatch, "slots": slots, "mx_block": mx_block, "step_time": step_time,
-             "compare_billion": compare_billion}
+             "compare_billion": compare_billion, "compare_16b": compare_16b}
     run = {"loss": loss, "loads": loads}
     for name in args.name:
         if name not in {**drawn, **run}:
@@ -290,7 +301,7 @@ def main():
 
         for name, draw in {**drawn, **run}.items():
             if not args.name or name in args.name:
-                path = (args.out or ROOT / ("bench" if draw is compare_billion else "docs")) / f"{name}.svg"
+                path = (args.out or ROOT / ("bench" if name.startswith("compare") else "docs")) / f"{name}.svg"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(str(draw(*([log_of] if name in run else []))), "utf-8")
                 print(path)

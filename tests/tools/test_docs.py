@@ -132,7 +132,7 @@ class Docs(unittest.TestCase):
 
     def test_drawn_figures_are_the_scripts(self):
         """scripts/figures.py draws the same figures again, for those that need no run."""
-        names = ["ragged", "dispatch", "slots", "mx_block", "step_time", "compare_billion"]
+        names = ["ragged", "dispatch", "slots", "mx_block", "step_time", "compare_billion", "compare_16b"]
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder) / "new"
             subprocess.run(["python3", ROOT / "scripts/figures.py", "--out", folder, *names], check=True,
