@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import least_python  # noqa: E402,F401
 
-START = {"batch": 64, "rate": 2e-3, "schedule": "cosine", "lr": 1e-3, "width": 512, "layers": 8}
+START = {"batch": 128, "rate": 2.8e-3, "schedule": "cosine", "lr": 1e-3, "width": 512, "layers": 8}
 # An axis is the list of its values in their order, or the factor from one to the next.
 AXES = {"batch": 2, "rate": math.sqrt(2), "schedule": ["linear", "cosine", "wsd"], "lr": 2, "width": [256, 384, 512, 640, 768, 1024],
         "layers": [4, 6, 8, 12, 16, 24]}
