@@ -3,14 +3,18 @@
 
     python3 bench/moe_or_dense.py --train 'corpus/text_train_*.bin' --val 'corpus/text_val_*.bin' --out runs/worth --gpus 4 \\
         --dense 'OPTIONS' --moe 'OPTIONS'
+    python3 bench/moe_or_dense.py --out bench --runs bench/worth.jsonl
 
 The options are those that bench/search.py prints for each model. 60 steps show how many steps a run of some seconds has. The runs of
-a model and a length have the seeds 1 to --seeds, for weights and for the order of the data. A finished run is not repeated. With
---stop-after, runs save and stop after that time, and the same command goes on. Seconds are those of a run's steps, without validations.
+a model and a length have the seeds 1 to --seeds, for weights and for the order of the data. With --stop-after, runs save and stop after
+that time, and the same command goes on. Seconds are those of a run's steps, without validations.
+
+--runs has a line for each finished run, which is not repeated. Commands with other options add lines. A model's frontier has, for each
+length, the options with the lowest mean loss.
 
 The table says after which seconds a whole MoE run has a dense run's loss. They are interpolated over the logarithm of seconds, between the
-means of MoE's lengths. So are those of each seed alone. The picture OUT/moe_or_dense.svg has the mean of each length, and a band from
-the lowest to the highest seed.
+lengths on MoE's frontier. The least has dense's highest seed and MoE's lowest, the most the reverse. The picture OUT/moe_or_dense.svg
+has both frontiers, with a band from the lowest to the highest seed. The second command only draws.
 """
 import argparse
 import concurrent.futures
@@ -22,11 +26,16 @@ import shutil
 import statistics
 import sys
 import time
+import zlib
+from collections import namedtuple
 
 from search import ROOT, TIMED, read, step_ms, train
 
 import least_python  # noqa: E402,F401
 from chart import Curve, Panel, draw_svg
+
+# The runs of a length: mean seconds, and the mean, the lowest and the highest of the seeds' losses.
+Point = namedtuple("Point", "seconds loss low high")
 
 
 def place_of(loss, losses):
@@ -38,10 +47,90 @@ def place_of(loss, losses):
     return None
 
 
+def frontier(runs, model):
+    """Of each length, the options with the lowest mean loss."""
+    groups, best = {}, {}
+    for run in runs:
+        if run["model"] == model:
+            groups.setdefault((run["length"], run["options"]), []).append(run)
+    for (length, _), same in groups.items():
+        losses = [run["loss"] for run in same]
+        point = Point(statistics.fmean(run["seconds"] for run in same), statistics.fmean(losses), min(losses), max(losses))
+        best[length] = min(best.get(length, point), point, key=lambda p: p.loss)
+    return [best[length] for length in sorted(best)]
+
+
+class Race:
+    def __init__(self, args, record):
+        self.args, self.record, self.out, self.free = args, record, pathlib.Path(args.out), queue.Queue()
+        for gpu in range(args.gpus):
+            self.free.put(gpu)
+        self.runs = list(map(json.loads, record.read_text("utf-8").splitlines())) if record.exists() else []
+        self.end = time.monotonic() + args.stop_after
+        self.common = ["--model", args.model, "--seq-len", "1024", "--optimizer", "muon", "--keep", "1", "--val-tokens", "4194304", "--train",
+                       str(args.train), "--val", str(args.val)]
+
+    def train(self, folder, options, steps, validate):
+        """The steps of a run, which may have been stopped before, and its card."""
+
+        def log():
+            return read(folder) if (folder / "log.jsonl").exists() else ([], None)
+
+        def ended(rows):
+            return rows and rows[-1]["step"] == steps
+
+        if not ended(log()[0]):
+            gpu = self.free.get()
+            try:
+                if time.monotonic() < self.end:
+                    train(self.args.program, [*self.common, *options, "--steps", str(steps), "--val-every", str(steps * validate), "--resume"],
+                          folder, gpu, self.end - time.monotonic())
+            finally:
+                self.free.put(gpu)
+        rows, card = log()
+        if not ended(rows):
+            raise SystemExit("moe_or_dense.py: --stop-after has passed; the same command goes on")
+        for run in self.runs:
+            if run["card"] != card:
+                raise SystemExit(f"{folder}: this run is on {card}, and others are on {run['card']}: their seconds do not compare")
+        for checkpoint in folder.glob("step_*"):
+            shutil.rmtree(checkpoint)
+        return rows, card
+
+    def folder(self, model, options):
+        """Other options have another folder, so that none of its runs is taken for theirs."""
+        return self.out / f"{model}-{zlib.crc32(options.encode()):08x}"
+
+    def run(self, model, options, length, seed, steps):
+        folder = self.folder(model, options) / f"{length:g}-s-seed-{seed}"
+        rows, card = self.train(folder, [*options.split(), "--seed", str(seed), "--data-seed", str(seed)], steps, True)
+        loss = rows[-1]["val_loss"]
+        if loss is None:
+            raise SystemExit(f"{folder}: the last loss is not finite; try a lower learning rate")
+        self.runs.append({"model": model, "options": options, "card": card, "length": length, "seed": seed, "steps": steps,
+                          "seconds": round(sum(row["ms"] for row in rows) / 1000, 1), "loss": loss})
+        with open(self.record, "a", encoding="utf-8") as record:
+            print(json.dumps(self.runs[-1]), file=record)
+
+    def race(self):
+        done = {(run["model"], run["options"], run["length"], run["seed"]) for run in self.runs}
+        jobs = []
+        for model, options, lengths in ("dense", self.args.dense, self.args.dense_seconds), ("MoE", self.args.moe, self.args.moe_seconds):
+            new = {(model, options, length, seed) for length in lengths for seed in range(1, self.args.seeds + 1)} - done
+            if options is not None and new:
+                ms = step_ms(self.train(self.folder(model, options) / f"{TIMED}-steps", options.split(), TIMED, False)[0])
+                jobs += [(*job, round(1000 * job[2] / ms)) for job in new]
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # a run waits there for a GPU
+            for ended in [pool.submit(self.run, *job) for job in sorted(jobs, key=lambda job: -job[2])]:
+                ended.result()
+
+
 def main():
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
-    for name in "train", "val", "out", "dense", "moe":
-        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--out", required=True)
+    for name in "train", "val", "dense", "moe":
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--runs", type=pathlib.Path, metavar="FILE", help="OUT/runs.jsonl if absent")
     parser.add_argument("--program", default=str(ROOT / "build/cuda/train_moe"))
     parser.add_argument("--model", default="small", help="preset of both models")
     parser.add_argument("--dense-seconds", type=float, nargs="+", default=[100, 250, 800], metavar="S", help="lengths of its runs")
@@ -50,83 +139,33 @@ def main():
     parser.add_argument("--gpus", type=int, default=1, help="runs at a time")
     parser.add_argument("--stop-after", type=float, default=math.inf, metavar="SECONDS")
     args = parser.parse_args()
-    out, free, end = pathlib.Path(args.out), queue.Queue(), time.monotonic() + args.stop_after
-    for gpu in range(args.gpus):
-        free.put(gpu)
-    cards, lengths = set(), {"dense": args.dense_seconds, "MoE": args.moe_seconds}
-    common = ["--train", args.train, "--val", args.val, "--model", args.model, "--seq-len", "1024", "--optimizer", "muon", "--keep", "1",
-              "--val-tokens", "4194304"]
-    options = {"dense": common + args.dense.split(), "MoE": common + args.moe.split()}
+    if not (args.train and args.val) and (args.dense, args.moe) != (None, None):
+        parser.error("--dense and --moe need --train and --val")
+    race = Race(args, args.runs or pathlib.Path(args.out, "runs.jsonl"))
+    race.race()
+    if not race.runs:
+        parser.error(f"{race.record}: no runs; give --dense and --moe")
 
-    def run(name, options, steps, validate=True):
-        """The seconds of a run, and its last loss."""
-        folder = out / name
-
-        def rows():
-            """The steps so far: a run that was stopped may have none."""
-            if not (folder / "log.jsonl").exists():
-                return []
-            steps, card = read(folder)
-            cards.add(card)
-            if len(cards) > 1:
-                raise SystemExit(f"{folder}: this run is on {card}, and others are on {', '.join(cards - {card})}: their seconds do not compare")
-            return steps
-
-        def finished():
-            return [row["step"] for row in rows()[-1:]] == [steps]
-
-        if not finished():
-            gpu = free.get()
-            try:
-                if time.monotonic() < end:
-                    train(args.program, [*options, "--steps", str(steps), "--val-every", str(steps * validate), "--resume"], folder, gpu,
-                          end - time.monotonic())
-            finally:
-                free.put(gpu)
-        if not finished():
-            raise SystemExit("moe_or_dense.py: --stop-after has passed; the same command goes on")
-        for checkpoint in folder.glob("step_*"):
-            shutil.rmtree(checkpoint)
-        loss = rows()[-1].get("val_loss")
-        if validate and loss is None:
-            raise SystemExit(f"{folder}: the last loss is not finite; try a lower learning rate")
-        return sum(row["ms"] for row in rows()) / 1000, loss
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # a run waits there for a GPU
-        ms = {}
-        for model in lengths:
-            run(f"{model}-{TIMED}-steps", options[model], TIMED, validate=False)
-            ms[model] = step_ms(read(out / f"{model}-{TIMED}-steps")[0])
-        jobs = sorted(((seconds, model, seed) for model in lengths for seconds in lengths[model] for seed in range(1, args.seeds + 1)),
-                      reverse=True)
-        done = [pool.submit(run, f"{model}-{seconds:g}-s-seed-{seed}", [*options[model], "--seed", str(seed), "--data-seed", str(seed)],
-                            round(1000 * seconds / ms[model])) for seconds, model, seed in jobs]
-        ends = {job: future.result() for job, future in zip(jobs, done)}
-
-    # Of each length: mean seconds, mean loss, lowest, highest.
-    points = {model: [] for model in lengths}
-    print("| model | seconds | loss of each seed |\n|---|---|---|")
-    for model in lengths:
-        for length in sorted(lengths[model]):
-            seconds, losses = zip(*(ends[length, model, seed] for seed in range(1, args.seeds + 1)))
-            points[model].append((statistics.fmean(seconds), statistics.fmean(losses), min(losses), max(losses)))
-            print(f"| {model} | {statistics.fmean(seconds):.1f} | {', '.join(f'{loss:.4f}' for loss in losses)} |")
+    lines = {model: frontier(race.runs, model) for model in ("MoE", "dense")}
+    print("| model | seconds | loss | lowest and highest seed |\n|---|---|---|---|")
+    for model, points in lines.items():
+        for p in points:
+            print(f"| {model} | {p.seconds:.1f} | {p.loss:.4f} | {p.low:.4f}, {p.high:.4f} |")
 
     def share(seconds, loss, moe):
-        """The seconds in which MoE has a dense run's loss, by those of the dense run. `moe`: (seconds, loss) of each length."""
-        place = place_of(loss, dict(moe))
+        """The seconds in which MoE has a dense run's loss, by those of the dense run. `moe`: loss by seconds."""
+        place = place_of(loss, moe)
         return f"{place / seconds:.2f}" if place else "none"
 
-    print("\n| dense's seconds | its loss | a whole MoE run with that loss takes of them | with each seed |\n|---|---|---|---|")
-    shares = [share(*point[:2], [p[:2] for p in points["MoE"]]) for point in points["dense"]]
-    for length, point, of_mean in zip(sorted(lengths["dense"]), points["dense"], shares):
-        of_seeds = [share(*ends[length, "dense", seed], [ends[s, "MoE", seed] for s in lengths["MoE"]]) for seed in range(1, args.seeds + 1)]
-        print(f"| {point[0]:.1f} | {point[1]:.4f} | {of_mean} | {', '.join(of_seeds)} |")
-    curves = [Curve([], means, means, [(p[0], *p[2:]) for p in points[model]])
-              for model in ("MoE", "dense") for means in [[p[:2] for p in points[model]]]]
+    print("\n| dense's seconds | its loss | a whole MoE run with that loss takes of them | least and most by seed |\n|---|---|---|---|")
+    mean, low, high = ({p.seconds: p[column] for p in lines["MoE"]} for column in (1, 2, 3))
+    shares = [share(*p[:2], mean) for p in lines["dense"]]
+    for p, of_mean in zip(lines["dense"], shares):
+        print(f"| {p.seconds:.1f} | {p.loss:.4f} | {of_mean} | {share(p.seconds, p.high, low)}, {share(p.seconds, p.low, high)} |")
+    curves = [Curve([], [p[:2] for p in points], [p[:2] for p in points], [(p.seconds, p.low, p.high) for p in points]) for points in lines.values()]
     title = f"A whole MoE run has dense's loss in {', '.join(shares)} of dense's seconds"
-    picture = draw_svg([Panel("validation loss, nats a token", curves)], ["MoE", "dense"], "seconds of a whole run on one GPU", title)
-    (out / "moe_or_dense.svg").write_text(picture, encoding="utf-8")
+    picture = draw_svg([Panel("validation loss, nats a token", curves)], list(lines), "seconds of a whole run on one GPU", title)
+    (race.out / "moe_or_dense.svg").write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 """Training of a DeepSeek-style model in PyTorch on one GPU, written for speed: the yardstick of a whole step.
 
 It uses torch.compile, cuDNN attention, torch._grouped_mm over tokens sorted by expert, fused AdamW, and bf16 autocast
-over float32 weights. The residual stream is in bf16. The gathers of rows have backward of their own, without atomics. With --optimizer muon the matrices of the blocks have Muon (layers/muon.h), all matrices of a shape
-in one compiled batch. Presets, learning rates and clipping are those of train_moe. Windows are drawn once per epoch, in
-an order that differs from that of train_moe:
+over float32 weights. The residual stream is in bf16. The gathers of rows have backward of their own, without atomics.
+With --optimizer muon the matrices of the blocks have Muon (layers/muon.h), all matrices of a shape in one compiled batch.
+Presets, learning rates and clipping are those of train_moe. Windows are drawn once per epoch, in an order that differs
+from that of train_moe:
 
     python3 bench/torch_gpu.py --model small --vocab 32000 --batch 16 --seq-len 1024 --steps 200 --force-balance
     python3 bench/torch_gpu.py --model small --vocab 32000 --batch 16 --seq-len 1024 --steps 1830 --lr 1e-3 --warmup 100 \\

@@ -3,7 +3,6 @@ import json
 import math
 import pathlib
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -50,6 +49,14 @@ class Parts(unittest.TestCase):
             self.assertIsNone(moe_or_dense.place_of(loss, losses), loss)
         self.assertIsNone(moe_or_dense.place_of(3.0, {1.0: 4.0}))
 
+    def test_frontier(self):
+        """The mean over seeds; of each length the options whose mean is lower, although one seed is not."""
+        runs = [dict(model=model, options=options, length=length, seconds=seconds, loss=loss) for model, options, length, seconds, loss in (
+            ("dense", "--dim 640", 800, 802, 2.0), ("dense", "--dim 512", 800, 801, 2.2), ("dense", "--dim 640", 100, 100, 2.46), ("MoE", "", 100, 50, 1.0),
+            ("dense", "--dim 512", 100, 99, 2.4), ("dense", "--dim 512", 100, 101, 2.5), ("dense", "--dim 768", 800, 803, 2.1))]
+        points = [tuple(round(value, 9) for value in point) for point in moe_or_dense.frontier(runs, "dense")]
+        self.assertEqual(points, [(100, 2.45, 2.4, 2.5), (802, 2.0, 2.0, 2.0)])
+
 
 class Whole(unittest.TestCase):
     def test_table_and_picture(self):
@@ -69,33 +76,40 @@ class Whole(unittest.TestCase):
             done = race(400, "--stop-after", "5")
             self.assertNotEqual(done.returncode, 0)
             self.assertIn("--stop-after has passed; the same command goes on", done.stderr)
-            log = (folder / "out/dense-400-s-seed-2/log.jsonl").read_text("utf-8").splitlines()
+            first, = folder.glob("out/dense-*/400-s-seed-2/log.jsonl")
+            log = first.read_text("utf-8").splitlines()
             self.assertEqual(len(log), 2)  # the configuration and the first step
             done = race(0)
             self.assertEqual((done.returncode, done.stderr), (0, ""))
-            self.assertEqual((folder / "out/dense-400-s-seed-2/log.jsonl").read_text("utf-8").splitlines()[:2], log)
+            self.assertEqual(first.read_text("utf-8").splitlines()[:2], log)
             again = race(25, "--stop-after", "0")
             self.assertEqual((again.returncode, again.stdout, again.stderr), (0, done.stdout, ""))
             picture = (folder / "out/moe_or_dense.svg").read_text("utf-8")
-            self.assertEqual(list(folder.glob("out/*/step_*")), [])
-            # A run that was stopped before its first step goes on, and is not compared with those of another card.
-            again = folder / "out/MoE-50-s-seed-1/log.jsonl"
-            for card, code in ("H200", 0), ("H100", 1):
-                again.write_text(json.dumps(dict(device=f"{card}, 132 SMs")) + "\n", "utf-8")
-                self.assertEqual(race(0).returncode, code)
-            self.assertIn("their seconds do not compare", race(0).stderr)
-            (folder / "card").write_text("H100", "utf-8")
-            diverged = race(0, "--out", folder / "other", "--dense", "--diverges 1")
+            self.assertEqual(list(folder.glob("out/*/*/step_*")), [])
+            diverged = race(0, "--dense", "--diverges 1")  # no finished run of other options is taken for these
             self.assertEqual(diverged.returncode, 1)
             self.assertRegex(diverged.stderr, r"^[^\n]+dense-[^\n]+: the last loss is not finite; try a lower learning rate\n$")
+            none = subprocess.run([sys.executable, ROOT / "bench/moe_or_dense.py", "--out", folder], capture_output=True, encoding="utf-8")
+            self.assertEqual(none.returncode, 2)
+            self.assertIn(f"error: {folder}/runs.jsonl: no runs; give --dense and --moe\n", none.stderr)
+            # A run that the record does not have goes on, and a run on another card is no part of it.
+            record, (last,) = folder / "out/runs.jsonl", folder.glob("out/MoE-*/50-s-seed-1/log.jsonl")
+            others = [line for line in record.read_text("utf-8").splitlines(True) if '"length": 50.0, "seed": 1,' not in line]
+            self.assertEqual(len(others), 9)
+            for card, code in ("H200", 0), ("H100", 1):
+                record.write_text("".join(others), "utf-8")
+                last.write_text(json.dumps(dict(device=f"{card}, 132 SMs")) + "\n", "utf-8")
+                self.assertEqual(race(0).returncode, code)
+            self.assertIn("their seconds do not compare", race(0).stderr)
         rows = [line for line in done.stdout.splitlines() if line.startswith(("| MoE", "| dense |"))]
-        after = [4 - 0.5 * math.log(4), 4.02 - 0.5 * math.log(4)]
-        self.assertEqual(rows, ["| dense | 100.0 | 4.0000, 4.0200 |", f"| dense | 400.0 | {after[0]:.4f}, {after[1]:.4f} |",
-                                *(f"| MoE | {s:.1f} | {3.8 - 0.5 * math.log(s / 100):.4f}, {3.78 - 0.5 * math.log(s / 100):.4f} |" for s in (50, 100, 200))])
-        # MoE has loss L after 100 exp(2 (3.8 - L)) seconds with seed 1, 3.78 with seed 2; means 3.79 and 4.01: e^-0.44 of dense's 100 s. That of
-        # seed 2, e^-0.48, is also between 50 and 100 s, and those for 400 s are all beyond 200 s, so the longest MoE run is too short.
-        self.assertIn(f"\n| 100.0 | 4.0100 | {math.exp(-0.44):.2f} | {math.exp(-0.4):.2f}, {math.exp(-0.48):.2f} |\n", done.stdout)
-        self.assertIn(f"\n| 400.0 | {statistics.fmean(after):.4f} | none | none, none |\n", done.stdout)
+        after = 4.01 - 0.5 * math.log(4)
+        self.assertEqual(rows, [*(f"| MoE | {s:.1f} | {loss:.4f} | {loss - 0.01:.4f}, {loss + 0.01:.4f} |"
+                                  for s in (50, 100, 200) for loss in [3.79 - 0.5 * math.log(s / 100)]),
+                                "| dense | 100.0 | 4.0100 | 4.0000, 4.0200 |", f"| dense | 400.0 | {after:.4f} | {after - 0.01:.4f}, {after + 0.01:.4f} |"])
+        # MoE has loss L after 100 exp(2 (3.8 - L)) seconds with its highest seed, 3.78 with its lowest; means 3.79 and 4.01: e^-0.44 of dense's
+        # 100 s. e^-0.48 and e^-0.4 are also between 50 and 100 s. Those for 400 s are all beyond 200 s, so the longest MoE run is too short.
+        self.assertIn(f"\n| 100.0 | 4.0100 | {math.exp(-0.44):.2f} | {math.exp(-0.48):.2f}, {math.exp(-0.4):.2f} |\n", done.stdout)
+        self.assertIn(f"\n| 400.0 | {after:.4f} | none | none, none |\n", done.stdout)
         self.assertIn(f"A whole MoE run has dense's loss in {math.exp(-0.44):.2f}, none of dense's seconds", re.sub("&#x27;|&apos;", "'", picture))
 
 
