@@ -50,7 +50,8 @@ class Seeds(unittest.TestCase):
     def compare(self, out, *args, more=(), window=("--window", WINDOW)):
         command = [sys.executable, str(ROOT / "scripts/compare_precision.py"), "--out", str(out), "--program",
                    str(self.program), *map(str, (*window, *args)), "--", "--steps", str(STEPS), *more]
-        return subprocess.run(command, env=dict(os.environ, PYTHONIOENCODING="ascii"), timeout=120,
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}  # it bounds --at-once
+        return subprocess.run(command, env=dict(environment, PYTHONIOENCODING="ascii"), timeout=120,
                               stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8")
 
     def fake(self, name, *args, more=()):
