@@ -59,6 +59,13 @@ class Parts(unittest.TestCase):
 
 
 class Whole(unittest.TestCase):
+    def test_figure_of_the_record(self):
+        """bench/moe_or_dense.svg is drawn from bench/worth.jsonl."""
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run([sys.executable, ROOT / "bench/moe_or_dense.py", "--out", folder, "--runs", ROOT / "bench/worth.jsonl"], check=True,
+                           stdout=subprocess.DEVNULL)
+            self.assertEqual(pathlib.Path(folder, "moe_or_dense.svg").read_text("utf-8"), (ROOT / "bench/moe_or_dense.svg").read_text("utf-8"))
+
     def test_table_and_picture(self):
         """The share comes of whole runs of several lengths; runs that --stop-after ends go on, and no finished run is repeated."""
         with tempfile.TemporaryDirectory() as folder:
