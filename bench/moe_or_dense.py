@@ -9,12 +9,12 @@ The options are those that bench/search.py prints for each model. 60 steps show 
 a model and a length have the seeds 1 to --seeds, for weights and for the order of the data. With --stop-after, runs save and stop after
 that time, and the same command goes on. Seconds are those of a run's steps, without validations.
 
---runs has a line for each finished run, which is not repeated. Commands with other options add lines. A model's frontier has, for each
-length, the options with the lowest mean loss.
+--runs has a line for each finished run, which is not repeated. Commands with other options add lines. The text and --model must stay the
+same. A model's frontier has, for each length, the options with the lowest mean loss.
 
 The table says after which seconds a whole MoE run has a dense run's loss. They are interpolated over the logarithm of seconds, between the
 lengths on MoE's frontier. The least has dense's highest seed and MoE's lowest, the most the reverse. The picture OUT/moe_or_dense.svg
-has both frontiers, with a band from the lowest to the highest seed. The second command only draws.
+has both frontiers, also interpolated, with a band from the lowest to the highest seed. The second command only draws.
 """
 import argparse
 import concurrent.futures
@@ -47,6 +47,13 @@ def place_of(loss, losses):
     return None
 
 
+def between(points):
+    """The points, and others on the way from one to the next: straight over the logarithm of seconds."""
+    parts = [Point(p.seconds * (q.seconds / p.seconds) ** (part / 20), *(a + (b - a) * part / 20 for a, b in zip(p[1:], q[1:])))
+             for p, q in zip(points, points[1:]) for part in range(20)]
+    return parts + points[-1:]
+
+
 def frontier(runs, model):
     """Of each length, the options with the lowest mean loss."""
     groups, best = {}, {}
@@ -62,13 +69,22 @@ def frontier(runs, model):
 
 class Race:
     def __init__(self, args, record):
-        self.args, self.record, self.out, self.free = args, record, pathlib.Path(args.out), queue.Queue()
+        self.args, self.record, self.out, self.free, self.cards = args, record, pathlib.Path(args.out), queue.Queue(), set()
+        for folder in self.out, record.parent:
+            folder.mkdir(parents=True, exist_ok=True)
         for gpu in range(args.gpus):
             self.free.put(gpu)
         self.runs = list(map(json.loads, record.read_text("utf-8").splitlines())) if record.exists() else []
+        for run in self.runs:
+            self.check_card(run["card"], record)
         self.end = time.monotonic() + args.stop_after
         self.common = ["--model", args.model, "--seq-len", "1024", "--optimizer", "muon", "--keep", "1", "--val-tokens", "4194304", "--train",
                        str(args.train), "--val", str(args.val)]
+
+    def check_card(self, card, where):
+        self.cards.add(card)
+        if len(self.cards) > 1:
+            raise SystemExit(f"{where}: a run is on {card}, and others are on {', '.join(self.cards - {card})}: their seconds do not compare")
 
     def train(self, folder, options, steps, validate):
         """The steps of a run, which may have been stopped before, and its card."""
@@ -90,9 +106,7 @@ class Race:
         rows, card = log()
         if not ended(rows):
             raise SystemExit("moe_or_dense.py: --stop-after has passed; the same command goes on")
-        for run in self.runs:
-            if run["card"] != card:
-                raise SystemExit(f"{folder}: this run is on {card}, and others are on {run['card']}: their seconds do not compare")
+        self.check_card(card, folder)
         for checkpoint in folder.glob("step_*"):
             shutil.rmtree(checkpoint)
         return rows, card
@@ -121,7 +135,7 @@ class Race:
                 ms = step_ms(self.train(self.folder(model, options) / f"{TIMED}-steps", options.split(), TIMED, False)[0])
                 jobs += [(*job, round(1000 * job[2] / ms)) for job in new]
         with concurrent.futures.ThreadPoolExecutor() as pool:  # a run waits there for a GPU
-            for ended in [pool.submit(self.run, *job) for job in sorted(jobs, key=lambda job: -job[2])]:
+            for ended in [pool.submit(self.run, *job) for job in sorted(jobs, key=lambda job: (-job[2], *job))]:
                 ended.result()
 
 
@@ -159,12 +173,12 @@ def main():
 
     print("\n| dense's seconds | its loss | a whole MoE run with that loss takes of them | least and most by seed |\n|---|---|---|---|")
     mean, low, high = ({p.seconds: p[column] for p in lines["MoE"]} for column in (1, 2, 3))
-    shares = [share(*p[:2], mean) for p in lines["dense"]]
-    for p, of_mean in zip(lines["dense"], shares):
-        print(f"| {p.seconds:.1f} | {p.loss:.4f} | {of_mean} | {share(p.seconds, p.high, low)}, {share(p.seconds, p.low, high)} |")
-    curves = [Curve([], [p[:2] for p in points], [p[:2] for p in points], [(p.seconds, p.low, p.high) for p in points]) for points in lines.values()]
-    title = f"A whole MoE run has dense's loss in {', '.join(shares)} of dense's seconds"
-    picture = draw_svg([Panel("validation loss, nats a token", curves)], list(lines), "seconds of a whole run on one GPU", title)
+    for p in lines["dense"]:
+        print(f"| {p.seconds:.1f} | {p.loss:.4f} | {share(*p[:2], mean)} | {share(p.seconds, p.high, low)}, {share(p.seconds, p.low, high)} |")
+    curves = [Curve([], [p[:2] for p in between(points)], [mark for p in points for mark in (p[:2], (p.seconds, None))],  # gaps: circles alone
+                    [(p.seconds, p.low, p.high) for p in between(points)]) for points in lines.values()]
+    picture = draw_svg([Panel("validation loss, nats a token", curves)], list(lines), "seconds of a whole run on one GPU",
+                       "The last loss of whole runs, each with its own schedule")
     (race.out / "moe_or_dense.svg").write_text(picture, encoding="utf-8")
 
 

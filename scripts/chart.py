@@ -189,7 +189,7 @@ class SvgPanel:
             yield from self.line(curve.average, style(i), 2, 1)
         for i, curve in enumerate(curves):
             yield from self.line(curve.marks, style(i), 1.2, 0.8)
-            for x, v in curve.marks:
+            for x, v in [mark for mark in curve.marks if mark[1] is not None]:
                 yield (f'<circle cx="{self.x(x):.1f}" cy="{self.y(v):.1f}" r="3.5" fill="#fff" '
                        f'stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="1.6"/>')
 

@@ -2,7 +2,6 @@
 import json
 import math
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -57,6 +56,14 @@ class Parts(unittest.TestCase):
         points = [tuple(round(value, 9) for value in point) for point in moe_or_dense.frontier(runs, "dense")]
         self.assertEqual(points, [(100, 2.45, 2.4, 2.5), (802, 2.0, 2.0, 2.0)])
 
+    def test_between(self):
+        """A line is straight over the logarithm of seconds: 200 s are half of the way from 100 to 400."""
+        a, b, c = moe_or_dense.Point(100, 4, 3, 5), moe_or_dense.Point(400, 2, 1, 4), moe_or_dense.Point(900, 1, 1, 1)
+        line = moe_or_dense.between([a, b, c])
+        self.assertEqual((len(line), line[0], line[20], line[-1]), (41, a, b, c))
+        self.assertEqual(tuple(round(value, 9) for value in line[10]), (200, 3, 2, 4.5))
+        self.assertEqual(moe_or_dense.between([a]), [a])
+
 
 class Whole(unittest.TestCase):
     def test_figure_of_the_record(self):
@@ -108,6 +115,8 @@ class Whole(unittest.TestCase):
                 last.write_text(json.dumps(dict(device=f"{card}, 132 SMs")) + "\n", "utf-8")
                 self.assertEqual(race(0).returncode, code)
             self.assertIn("their seconds do not compare", race(0).stderr)
+            record.write_text("".join(others[:1] + [others[1].replace("H200", "H100")]), "utf-8")
+            self.assertIn("runs.jsonl: a run is on H100, and others are on H200", race(0, "--out", folder / "new", "--runs", record).stderr)
         rows = [line for line in done.stdout.splitlines() if line.startswith(("| MoE", "| dense |"))]
         after = 4.01 - 0.5 * math.log(4)
         self.assertEqual(rows, [*(f"| MoE | {s:.1f} | {loss:.4f} | {loss - 0.01:.4f}, {loss + 0.01:.4f} |"
@@ -117,7 +126,7 @@ class Whole(unittest.TestCase):
         # 100 s. e^-0.48 and e^-0.4 are also between 50 and 100 s. Those for 400 s are all beyond 200 s, so the longest MoE run is too short.
         self.assertIn(f"\n| 100.0 | 4.0100 | {math.exp(-0.44):.2f} | {math.exp(-0.48):.2f}, {math.exp(-0.4):.2f} |\n", done.stdout)
         self.assertIn(f"\n| 400.0 | {after:.4f} | none | none, none |\n", done.stdout)
-        self.assertIn(f"A whole MoE run has dense's loss in {math.exp(-0.44):.2f}, none of dense's seconds", re.sub("&#x27;|&apos;", "'", picture))
+        self.assertEqual(picture.count("<circle"), 5)
 
 
 if __name__ == "__main__":
