@@ -28,6 +28,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import least_python  # noqa: E402,F401
+from runlog import read_log  # noqa: E402
 
 START = {"batch": 128, "rate": 2.8e-3, "schedule": "cosine", "lr": 1e-3, "width": 512, "layers": 8}
 # An axis is the list of its values in their order, or the factor from one to the next.
@@ -90,8 +91,8 @@ def train(program, options, folder, gpu, seconds=math.inf):
 
 def read(folder):
     """The steps of a run's log, and the card that it ran on."""
-    config, *rows = map(json.loads, (folder / "log.jsonl").read_text("utf-8").splitlines())
-    return rows, config["device"].split(",")[0]
+    config, rows = read_log(folder / "log.jsonl")
+    return [dict(row, step=step) for step, row in sorted(rows.items())], config["device"].split(",")[0]
 
 
 def step_ms(rows):

@@ -22,7 +22,7 @@ seconds = steps * (2 if moe else 1)
 end = (3.8 if moe else 4.0) - 0.5 * math.log(seconds / 100) + 0.02 * (seed - 1) * (-1 if moe else 1)
 slow, log = int((here / "SLOW").read_text()), pathlib.Path(given["--out"], "log.jsonl")
 assert "--resume" in sys.argv
-rows = log.read_text().splitlines() if log.exists() else [json.dumps(dict(device=(here / "card").read_text() + ", 132 SMs"))]
+rows = log.read_text().split("\\n")[:-1] if log.exists() else [json.dumps(dict(device=(here / "card").read_text() + ", 132 SMs"))]
 for step in range(len(rows), steps + 1):
     validation = dict(val_loss=None if "--diverges" in given else end) if step == int(given["--val-every"]) else dict()
     rows.append(json.dumps(dict(step=step, ms=2000 if moe else 1000, **validation)))
@@ -106,13 +106,13 @@ class Whole(unittest.TestCase):
             none = subprocess.run([sys.executable, ROOT / "bench/moe_or_dense.py", "--out", folder], capture_output=True, encoding="utf-8")
             self.assertEqual(none.returncode, 2)
             self.assertIn(f"error: {folder}/runs.jsonl: no runs; give --dense and --moe\n", none.stderr)
-            # A run that the record does not have goes on, and a run on another card is no part of it.
+            # A run that the record does not have goes on, also after a line that was cut short, and a run on another card is no part of it.
             record, (last,) = folder / "out/runs.jsonl", folder.glob("out/MoE-*/50-s-seed-1/log.jsonl")
             others = [line for line in record.read_text("utf-8").splitlines(True) if '"length": 50.0, "seed": 1,' not in line]
             self.assertEqual(len(others), 9)
             for card, code in ("H200", 0), ("H100", 1):
                 record.write_text("".join(others), "utf-8")
-                last.write_text(json.dumps(dict(device=f"{card}, 132 SMs")) + "\n", "utf-8")
+                last.write_text(json.dumps(dict(device=f"{card}, 132 SMs")) + '\n{"step": 1, "m', "utf-8")
                 self.assertEqual(race(0).returncode, code)
             self.assertIn("their seconds do not compare", race(0).stderr)
             record.write_text("".join(others[:1] + [others[1].replace("H200", "H100")]), "utf-8")
