@@ -21,7 +21,6 @@ import concurrent.futures
 import json
 import math
 import pathlib
-import queue
 import shutil
 import statistics
 import sys
@@ -29,7 +28,7 @@ import time
 import zlib
 from collections import namedtuple
 
-from search import ROOT, TIMED, read, step_ms, train
+from search import ROOT, TIMED, Record, read, step_ms, train
 
 import least_python  # noqa: E402,F401
 from chart import Curve, Panel, draw_svg
@@ -69,22 +68,10 @@ def frontier(runs, model):
 
 class Race:
     def __init__(self, args, record):
-        self.args, self.record, self.out, self.free, self.cards = args, record, pathlib.Path(args.out), queue.Queue(), set()
-        for folder in self.out, record.parent:
-            folder.mkdir(parents=True, exist_ok=True)
-        for gpu in range(args.gpus):
-            self.free.put(gpu)
-        self.runs = list(map(json.loads, record.read_text("utf-8").splitlines())) if record.exists() else []
-        for run in self.runs:
-            self.check_card(run["card"], record)
+        self.args, self.record, self.out = args, record, pathlib.Path(args.out)
         self.end = time.monotonic() + args.stop_after
         self.common = ["--model", args.model, "--seq-len", "1024", "--optimizer", "muon", "--keep", "1", "--val-tokens", "4194304", "--train",
                        str(args.train), "--val", str(args.val)]
-
-    def check_card(self, card, where):
-        self.cards.add(card)
-        if len(self.cards) > 1:
-            raise SystemExit(f"{where}: a run is on {card}, and others are on {', '.join(self.cards - {card})}: their seconds do not compare")
 
     def train(self, folder, options, steps, validate):
         """The steps of a run, which may have been stopped before, and its card."""
@@ -96,17 +83,17 @@ class Race:
             return rows and rows[-1]["step"] == steps
 
         if not ended(log()[0]):
-            gpu = self.free.get()
+            gpu = self.record.free.get()
             try:
                 if time.monotonic() < self.end:
                     train(self.args.program, [*self.common, *options, "--steps", str(steps), "--val-every", str(steps * validate), "--resume"],
                           folder, gpu, self.end - time.monotonic())
             finally:
-                self.free.put(gpu)
+                self.record.free.put(gpu)
         rows, card = log()
         if not ended(rows):
             raise SystemExit("moe_or_dense.py: --stop-after has passed; the same command goes on")
-        self.check_card(card, folder)
+        self.record.check_card(card, folder)
         for checkpoint in folder.glob("step_*"):
             shutil.rmtree(checkpoint)
         return rows, card
@@ -121,13 +108,11 @@ class Race:
         loss = rows[-1]["val_loss"]
         if loss is None:
             raise SystemExit(f"{folder}: the last loss is not finite; try a lower learning rate")
-        self.runs.append({"model": model, "options": options, "card": card, "length": length, "seed": seed, "steps": steps,
-                          "seconds": round(sum(row["ms"] for row in rows) / 1000, 1), "loss": loss})
-        with open(self.record, "a", encoding="utf-8") as record:
-            print(json.dumps(self.runs[-1]), file=record)
+        self.record.add({"model": model, "options": options, "card": card, "length": length, "seed": seed, "steps": steps,
+                         "seconds": round(sum(row["ms"] for row in rows) / 1000, 1), "loss": loss})
 
     def race(self):
-        done = {(run["model"], run["options"], run["length"], run["seed"]) for run in self.runs}
+        done = {(run["model"], run["options"], run["length"], run["seed"]) for run in self.record.runs}
         jobs = []
         for model, options, lengths in ("dense", self.args.dense, self.args.dense_seconds), ("MoE", self.args.moe, self.args.moe_seconds):
             new = {(model, options, length, seed) for length in lengths for seed in range(1, self.args.seeds + 1)} - done
@@ -155,12 +140,12 @@ def main():
     args = parser.parse_args()
     if not (args.train and args.val) and (args.dense, args.moe) != (None, None):
         parser.error("--dense and --moe need --train and --val")
-    race = Race(args, args.runs or pathlib.Path(args.out, "runs.jsonl"))
-    race.race()
-    if not race.runs:
-        parser.error(f"{race.record}: no runs; give --dense and --moe")
+    record = Record(args.runs or pathlib.Path(args.out, "runs.jsonl"), args.gpus)
+    Race(args, record).race()
+    if not record.runs:
+        parser.error(f"{record.path}: no runs; give --dense and --moe")
 
-    lines = {model: frontier(race.runs, model) for model in ("MoE", "dense")}
+    lines = {model: frontier(record.runs, model) for model in ("MoE", "dense")}
     print("| model | seconds | loss | lowest and highest seed |\n|---|---|---|---|")
     for model, points in lines.items():
         for p in points:
@@ -179,7 +164,8 @@ def main():
                     [(p.seconds, p.low, p.high) for p in between(points)]) for points in lines.values()]
     picture = draw_svg([Panel("validation loss, nats a token", curves)], list(lines), "seconds of a whole run on one GPU",
                        "The last loss of whole runs, each with its own schedule")
-    (race.out / "moe_or_dense.svg").write_text(picture, encoding="utf-8")
+    pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
+    pathlib.Path(args.out, "moe_or_dense.svg").write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

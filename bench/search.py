@@ -100,26 +100,41 @@ def step_ms(rows):
     return statistics.mean(row["ms"] for row in rows[20:])
 
 
+class Record:
+    """The finished runs, each a line of a file, all on one kind of card; and the GPUs that are free."""
+
+    def __init__(self, path, gpus):
+        self.path, self.cards, self.free = path, set(), queue.Queue()
+        for gpu in range(gpus):
+            self.free.put(gpu)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.runs = list(map(json.loads, path.read_text("utf-8").splitlines())) if path.exists() else []
+        for run in self.runs:
+            self.check_card(run["card"], path)
+
+    def check_card(self, card, where):
+        self.cards.add(card)
+        if len(self.cards) > 1:
+            raise SystemExit(f"{where}: a run is on {card}, and others are on {', '.join(self.cards - {card})}: their seconds do not compare")
+
+    def add(self, run):
+        self.runs.append(run)
+        with open(self.path, "a", encoding="utf-8") as record:
+            print(json.dumps(run), file=record)
+
+
 class Search:
     def __init__(self, args, common):
-        self.args, self.common, self.out = args, common, pathlib.Path(args.out)
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.free, self.began = queue.Queue(), time.monotonic()
-        for gpu in range(args.gpus):
-            self.free.put(gpu)
-        self.runs, self.cards = {}, set()
-        record = self.out / "runs.jsonl"
-        for line in record.read_text("utf-8").splitlines() if record.exists() else []:
-            run = json.loads(line)
-            self.runs[run["model"], *run["options"].values()] = run
-            self.cards.add(run["card"])
+        self.args, self.common, self.out, self.began = args, common, pathlib.Path(args.out), time.monotonic()
+        self.record = Record(self.out / "runs.jsonl", args.gpus)
+        self.losses = {(run["model"], *run["options"].values()): run["loss"] for run in self.record.runs}
 
     def run(self, model, o):
         key = model, *o.values()
-        if key in self.runs:
-            return self.runs[key]["loss"]
+        if key in self.losses:
+            return self.losses[key]
         name = "-".join(map(str, key))
-        options, gpu = [*self.common, *options_of(model, o)], self.free.get()
+        options, gpu = [*self.common, *options_of(model, o)], self.record.free.get()
         folder = self.out / name
 
         def last(*more):
@@ -132,20 +147,16 @@ class Search:
             if time.monotonic() - self.began > self.args.begin_until:
                 raise SystemExit("search.py: --begin-until has passed; the same command goes on")
             rows, card = last("--steps", str(TIMED), "--val-every", "0")
-            if self.cards | {card} != {card}:
-                raise SystemExit(f"{self.out}/runs.jsonl: runs on {', '.join(self.cards)} are no measure for this {card}: it makes other steps in equal time")
-            self.cards.add(card)
+            self.record.check_card(card, folder)
             steps = round(1000 * self.args.seconds / step_ms(rows))
             rows, _ = last("--steps", str(steps), "--val-every", str(steps))
             for checkpoint in folder.glob("step_*"):
                 shutil.rmtree(checkpoint)
         finally:
-            self.free.put(gpu)
+            self.record.free.put(gpu)
         seconds, loss = sum(row["ms"] for row in rows) / 1000, rows[-1]["val_loss"] or math.inf  # null: it is not finite
-        run = {"model": model, "options": o, "card": card, "steps": steps, "seconds": round(seconds, 1), "loss": loss}
-        self.runs[key] = run
-        with open(self.out / "runs.jsonl", "a", encoding="utf-8") as record:
-            print(json.dumps(run), file=record)
+        self.losses[key] = loss
+        self.record.add({"model": model, "options": o, "card": card, "steps": steps, "seconds": round(seconds, 1), "loss": loss})
         print(f"{name}: {steps} steps, {seconds:.1f} s, {loss:.4f}", file=sys.stderr, flush=True)
         return loss
 
@@ -181,8 +192,8 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(2) as both:
         found = dict(zip(("dense", "MoE"), both.map(search.best, ("dense", "MoE"))))
     for model, (o, table) in found.items():
-        seconds = sum(run["seconds"] for run in search.runs.values() if run["model"] == model)
-        print(f"{model}: {' '.join(options_of(model, o))}\n{len([1 for key in search.runs if key[0] == model])} runs, {seconds:.0f} s")
+        seconds = [run["seconds"] for run in search.record.runs if run["model"] == model]
+        print(f"{model}: {' '.join(options_of(model, o))}\n{len(seconds)} runs, {sum(seconds):.0f} s")
         print(*table, sep="\n")
 
 

@@ -82,7 +82,7 @@ class Search(unittest.TestCase):
             (folder / "out/runs.jsonl").write_text(first, "utf-8")
             done = search()
             self.assertNotEqual(done.returncode, 0)
-            self.assertIn("runs on H200 are no measure for this H100", done.stderr)
+            self.assertIn("a run is on H100, and others are on H200: their seconds do not compare", done.stderr)
             self.assertEqual((folder / "out/runs.jsonl").read_text("utf-8"), first)
 
 
