@@ -10,5 +10,5 @@ set -eu
 build=cuda
 text="edu_fineweb 10"
 . "$(dirname "$0")/text.sh"
-exec "$program" --model small --experts 64 --muon-expert-steps 4 --seq-len 1024 --batch 64 --steps 15259 --lr 1e-3 --warmup 763 \
+exec "$program" --model small --experts 64 --muon-expert-steps 4 --seq-len 1024 --batch 64 --steps 15259 --lr 4e-3 --warmup 763 \
     --val-every 500 --val-tokens 1048576 --save-every 2500 --sample-every 2500 --out runs/small --resume "$@"
